@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer_core import ConfigurationError, Trainer, has_memory_checkpoint
-from trainer_core.memory_tier import RESTARTS_VARIABLE, memory_directory
+from trainer_core import ConfigurationError, Trainer
+from trainer_core.memory_tier import RESTARTS_VARIABLE, has_memory_checkpoint, memory_directory
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses memory of Linux")
 
@@ -54,6 +54,7 @@ def test_a_start_after_a_loss_continues_from_memory(
         first.train()
     assert lost.saved == [f"checkpoint-{step}" for step in range(1, 7)]
     assert has_memory_checkpoint(first.args)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     second = make_trainer(**settings)
     second.train()
     assert second.state.session_start_step == 6

@@ -293,11 +293,14 @@ def check_processes(name: str, mesh: str, world_size: int) -> None:
         )
 
 
-def check_restarts(args: PretrainArguments, *, launches: bool, is_launcher: bool) -> None:
-    """Refuse restarts of processes that somebody else starts, and checkpoints that no restart would use.
+def check_restarts(
+    args: PretrainArguments, given: Mapping[str, object], *, launches: bool, is_launcher: bool
+) -> None:
+    """Refuse restarts of processes that somebody else starts, and what no restart would use.
 
     Args:
         args: The settings.
+        given: Those of the command line.
         launches: Whether this process starts the ranks, if there are to be several.
         is_launcher: Whether this is a rank that our own launcher has started.
 
@@ -310,6 +313,14 @@ def check_restarts(args: PretrainArguments, *, launches: bool, is_launcher: bool
             args.max_restarts,
             "has no effect on processes that another launcher has started",
             f"leave it out, and start them with `torchrun --max-restarts {args.max_restarts}`",
+        )
+    if "hot_spares" in given and not args.max_restarts:
+        raise ConfigurationError(
+            "hot_spares",
+            args.hot_spares,
+            "has no effect, because it concerns processes that take the place of lost ones, and max_restarts "
+            "is 0",
+            "set max_restarts, such as --max-restarts 3, or leave it out",
         )
     if args.memory_save_steps and launches and not args.max_restarts:
         raise ConfigurationError(

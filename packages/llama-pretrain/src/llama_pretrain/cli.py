@@ -160,7 +160,7 @@ def _train(words: Sequence[str]) -> int:
         dry_run(args)
         return 0
     processes = parse_mesh(args.mesh).world_size
-    check_restarts(args, launches=not is_launched(), is_launcher=is_reporting())
+    check_restarts(args, given, launches=not is_launched(), is_launcher=is_reporting())
     if (processes > 1 or args.max_restarts) and not is_launched():
         return launch(
             ["train", *words],
@@ -168,6 +168,7 @@ def _train(words: Sequence[str]) -> int:
             str(args.run_path),
             max_restarts=args.max_restarts,
             hot_spares=args.hot_spares,
+            fresh=args.starts_fresh,
         )
 
     with _collection_paused():

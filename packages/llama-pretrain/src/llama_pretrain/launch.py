@@ -61,6 +61,7 @@ def launch(
     *,
     max_restarts: int = 0,
     hot_spares: bool = False,
+    fresh: bool = False,
 ) -> int:
     """Start the same command in so many processes, and wait for them.
 
@@ -77,6 +78,7 @@ def launch(
         output_dir: The output directory that the command line names.
         max_restarts: How often they are started again, at most.
         hot_spares: Whether to keep processes ready for that, which have imported torch.
+        fresh: Whether the command line asks for a fresh start, which the command that continues leaves out.
 
     Returns:
         The exit code of the job: that of all processes if they agree; 130 if it was stopped at once, or
@@ -87,7 +89,7 @@ def launch(
         OSError: If the output directory cannot be read.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    job = _Job(words, output_dir, processes, Restarts(max_restarts), hot_spares=hot_spares)
+    job = _Job(words, output_dir, processes, Restarts(max_restarts), hot_spares=hot_spares, fresh=fresh)
     before = {number: signal.signal(number, job.remember) for number in _SIGNALS}
     try:
         refuse_if_in_use(output_dir)
@@ -198,27 +200,40 @@ class _Job:
     has_ended: ClassVar[bool] = False
 
     def __init__(
-        self, words: Sequence[str], output_dir: str, processes: int, restarts: Restarts, *, hot_spares: bool
+        self,
+        words: Sequence[str],
+        output_dir: str,
+        processes: int,
+        restarts: Restarts,
+        *,
+        hot_spares: bool,
+        fresh: bool,
     ) -> None:
+        from checkpoint_core import LAUNCHER_VARIABLE
+
         self._words = list(words)
         self._output_dir = output_dir
         self._processes = processes
         self._restarts = restarts
+        self._fresh = fresh
         self._report_pipe, self._report_fd = os.pipe()
         os.set_blocking(self._report_pipe, False)
+        self._is_closed = False
         self._variables = {
-            **os.environ,
+            # What a torchrun above has left would make the ranks look for another launcher than this one.
+            **{name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"},
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             # The store is the launcher's, as under torchrun.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_MAX_RESTARTS": str(restarts.most),
+            LAUNCHER_VARIABLE: str(os.getpid()),
             REPORT_VARIABLE: str(self._report_fd),
         }
         self._spares = Spares(self._variables, self._report_fd) if hot_spares and restarts.most else None
         self._ranks: list[subprocess.Popen[bytes]] = []
-        self._received: list[int] = []
+        self._received: list[tuple[int, float]] = []
         self._received_at: dict[int, float] = {}
         self._stopped_at_once = False
         self._forget()
@@ -233,7 +248,8 @@ class _Job:
 
     def remember(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
-        self._received.append(number)
+        # With its time: while the ranks start it is not looked at, and a later one is not its echo.
+        self._received.append((number, time.monotonic()))
 
     def start(self) -> None:
         """Start the ranks, each in a session of its own: Ctrl-C comes to them from here alone."""
@@ -276,7 +292,7 @@ class _Job:
         """
         while None in [each.poll() for each in self._ranks]:
             while self._received:
-                self._pass_on(self._received.pop(0))
+                self._pass_on(*self._received.pop(0))
             self._look_for_failures()
             self._read_reports()
             self._look_for_another_run()
@@ -299,16 +315,17 @@ class _Job:
             return False
         self.kill()
         self._read_reports()
-        if self._restarts.has_begun:
-            # What was there before has moved aside by now; once more, and the run itself would.
-            self._words = [word for word in self._words if word != "--fresh"]
         self._forget()
         return True
 
     def close(self) -> None:
-        """End the processes that wait."""
+        """End the processes that wait, and the pipe on which ranks report."""
         if self._spares is not None:
             self._spares.close()
+        self._read_reports()
+        self._is_closed = True
+        os.close(self._report_pipe)
+        os.close(self._report_fd)
 
     def kill(self) -> None:
         """Kill who still lives."""
@@ -320,7 +337,7 @@ class _Job:
     def conclude(self) -> int:
         """Say what the job ended of, if the last line of the ranks does not, and return its exit code."""
         codes = [each.returncode for each in self._ranks]
-        command = "the same command without --fresh" if "--fresh" in self._words else "the same command"
+        command = "the same command without --fresh" if self._fresh else "the same command"
         goes_on = f"checkpoints saved so far are whole, {command} continues."
         if self._stopped_at_once:
             print(f"\n{PROG}: stopped at once; {goes_on}", file=sys.stderr)
@@ -332,9 +349,8 @@ class _Job:
             self._name_the_cause(self._first_failed)
         return _job_code(codes)
 
-    def _pass_on(self, number: int) -> None:
-        now = time.monotonic()
-        if now - self._received_at.setdefault(number, now) >= _ECHO_SECONDS:
+    def _pass_on(self, number: int, at: float) -> None:
+        if at - self._received_at.setdefault(number, at) >= _ECHO_SECONDS:
             self._stopped_at_once = True
         else:
             self._signal(number)
@@ -389,6 +405,8 @@ class _Job:
         return any(report.kind == "owns" for report in self._reports)
 
     def _read_reports(self) -> None:
+        if self._is_closed:
+            return
         received = b""
         with suppress(BlockingIOError):
             while part := os.read(self._report_pipe, 65536):

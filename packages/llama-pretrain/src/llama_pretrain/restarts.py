@@ -20,8 +20,6 @@ class Restarts:
     def __init__(self, most: int) -> None:
         self.most = most
         self.done = 0
-        self.has_begun = False
-        """Whether training has begun in one of the starts."""
         self._last_step = 0
         self._lost_at: float | None = None
         """When the rank was lost whose restart is under way; None once that has got further."""
@@ -69,7 +67,6 @@ class Restarts:
             step: The step that it continues at.
             checkpoint: What it continues from, in words.
         """
-        self.has_begun = True
         if self._lost_at is None:
             self._last_step = step
             return

@@ -24,11 +24,11 @@ from dist_env import (
 )
 from perf_metrics import GOODPUT_FOLDER, load_logs, plot_logs
 from trainer_core import (
+    MARK_NAME,
     PREVIOUS,
     ConfigurationError,
     arguments_from_dict,
     checkpoints_in,
-    has_memory_checkpoint,
     load_config_file,
     move_aside,
 )
@@ -113,10 +113,12 @@ class RunDirectory:
 
     Args:
         path: The directory, which need not exist.
+        is_restart: Whether an earlier start of this job has begun the run that is there.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, is_restart: bool = False) -> None:
         self.path = Path(path)
+        self._is_restart = is_restart
 
     def check(
         self, args: PretrainArguments, subject: Mapping[str, object]
@@ -146,7 +148,8 @@ class RunDirectory:
         stored = _stored_identity(args)
         if not self._is_run():
             self._refuse_foreign_files()
-        if args.starts_fresh or not self._has_checkpoint(args):
+        # After the loss of a rank the only checkpoint may be in memory, of some node.
+        if args.starts_fresh or not (self._is_restart or self._has_checkpoint(args)):
             return {}
         if stored is not None:
             # A machine that has lost this directory continues the same run, or none.
@@ -188,7 +191,8 @@ class RunDirectory:
         # What was allowed has happened: a later start that says nothing keeps the new values.
         args = replace(args, allow_changes=())
         if session is not None:
-            sessions = [*read_sessions(self.path), session] if self._has_checkpoint(args) else [session]
+            is_same = self._is_restart or self._has_checkpoint(args)
+            sessions = [*read_sessions(self.path), session] if is_same else [session]
             _write(self.path / SESSIONS_NAME, json.dumps(sessions, indent=2) + "\n")
         identity = json.dumps(_identity(args, subject), indent=2) + "\n"
         _write(self.path / IDENTITY_NAME, identity)
@@ -278,7 +282,7 @@ class RunDirectory:
         address = args.store_address
         if address is not None and find_latest_checkpoint(address) is not None:
             return True
-        return any(self.path.glob("checkpoint-*")) or has_memory_checkpoint(args)
+        return any(self.path.glob("checkpoint-*"))
 
     def _refuse_foreign_files(self) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -289,7 +293,11 @@ class RunDirectory:
         foreign = [
             name
             for name in found
-            if not (name in _PARTIAL_NAMES or name.startswith(PREVIOUS) or DirectoryLease.is_lease(name))
+            if not (
+                name in _PARTIAL_NAMES
+                or name.startswith((PREVIOUS, MARK_NAME))
+                or DirectoryLease.is_lease(name)
+            )
         ]
         if foreign:
             raise ConfigurationError(
@@ -319,7 +327,7 @@ class RunDirectory:
 
     def _refuse_fresh_start(self, args: PretrainArguments) -> None:
         """A run that starts anew beside old checkpoints would later continue from the wrong ones."""
-        if args.resume_from_checkpoint is False:
+        if args.resume_from_checkpoint is False and self._has_checkpoint(args):
             raise ConfigurationError(
                 "resume_from_checkpoint",
                 False,

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -29,7 +29,7 @@ from dist_env import (
     main_process_first,
 )
 from perf_metrics import architecture_of_model
-from trainer_core import ConfigurationError, Trainer, TrainerState, has_memory_checkpoint
+from trainer_core import ConfigurationError, Trainer, TrainerState, find_earlier_start, may_start_again
 
 from .arguments import PretrainArguments, check_processes, launch_command
 from .console import CONFIG_NAME, PROG, BrokenRunError, printable, text_plot, wrapped
@@ -66,18 +66,24 @@ def train(args: PretrainArguments) -> int:
         RankTimeoutError: If another rank did not come.
     """
     started = time.perf_counter()
-    if has_memory_checkpoint(args):
-        # The launcher has started this run before, which has moved aside then what it was told to.
-        args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)
     refuse_if_in_use(str(args.run_path))
     env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu or args.device == "cpu")
     check_processes(args.trainer, args.mesh, env.world_size)
-    experiment = prepare(args)
-    directory = RunDirectory(args.run_path)
-    changes = directory.check(args, experiment.subject)
-    # What is wrong with the input is said before the ranks wait for each other. Once they have met, none
-    # checks the directory any more, and rank 0 may write to it.
-    with env:
+    with ExitStack() as connected:
+        is_restart = False
+        if may_start_again():
+            # What an earlier start of the job has begun, all ranks know before one looks at the directory.
+            connected.enter_context(env)
+            is_restart, resumes = find_earlier_start(args, env)
+            if resumes:
+                args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)
+        experiment = prepare(args)
+        directory = RunDirectory(args.run_path, is_restart=is_restart)
+        changes = directory.check(args, experiment.subject)
+        # Else, what is wrong with the input is said before the ranks wait for each other. Once they have
+        # built the trainer, none checks the directory any more, and rank 0 may write to it.
+        if not may_start_again():
+            connected.enter_context(env)
         trainer = build_trainer(experiment, env)
         trainer.ranks.check_same(experiment.subject)
         with trainer.owns_output_dir():

@@ -74,7 +74,6 @@ if TYPE_CHECKING:
         predict,
         with_router_loss,
     )
-    from .memory_tier import has_memory_checkpoint
     from .metrics.comm_bytes import Collective, CommBytes
     from .metrics.memory import RankMemory
     from .model import (
@@ -107,12 +106,15 @@ if TYPE_CHECKING:
         prepare_qat,
     )
     from .precision.autocast import autocast
+    from .restarts import MARK_NAME, EarlierStart, find_earlier_start, may_start_again
     from .state import EVENTS, StopCause, TrainerControl, TrainerState, TrainOutput
     from .trainer import Trainer
     from .update import NonFiniteGradientError
     from .verification import Verification, VerificationCheck, check_verify_settings, verify
 
 __all__ = [
+    "MARK_NAME",
+    "EarlierStart",
     "EVENTS",
     "EXIT_RESUMABLE",
     "FP8_RECIPES",
@@ -201,10 +203,10 @@ __all__ = [
     "field_docs",
     "fill_parameters",
     "find_blocks",
+    "find_earlier_start",
     "fsdp_modules",
     "generators_of_rank_0",
     "is_fake",
-    "has_memory_checkpoint",
     "ignored_like",
     "is_ignored",
     "labels_of",
@@ -214,6 +216,7 @@ __all__ = [
     "longest_sequence",
     "loss_of",
     "margin_of",
+    "may_start_again",
     "move_aside",
     "move_buffers",
     "no_dry_run",

@@ -35,6 +35,7 @@ from .distributed.ranks import Ranks
 from .errors import ConfigurationError
 from .memory_tier import has_memory_checkpoint, memory_directory
 from .optimization.averaging import TRAINING_WEIGHTS
+from .restarts import newest_checkpoint
 from .run import Run
 from .run_state import RunComponents
 
@@ -88,8 +89,6 @@ def resume(run: Run) -> Path | None:
         checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it.
     """
     wanted = run.args.resume_from_checkpoint
-    if run.ranks.any([has_memory_checkpoint(run.args)])[0]:
-        wanted = True  # The launcher has started this run before, with the same settings.
     loaded = None if wanted is False else load(run, None if wanted is True else wanted)
     if loaded is not None:
         say_changes(run.progress.changes)
@@ -99,7 +98,7 @@ def resume(run: Run) -> Path | None:
         if not run.progress.loaded:
             raise _without_counters(run, loaded)
         return loaded
-    other = _newest(run.args)
+    other = newest_checkpoint(run.args)
     if other is not None:
         aside = (
             "or set resume_from_checkpoint=False and overwrite_output_dir=True, which moves what is there to "
@@ -176,18 +175,14 @@ def say_changes(changes: Changes) -> None:
         logger.info("changed since the checkpoint: %s", change)
 
 
-def has_checkpoint_to_resume(args: TrainingArguments) -> bool:
-    """Whether training would continue from a checkpoint; it is verified when it is loaded."""
+def has_checkpoint_to_resume(args: TrainingArguments, ranks: Ranks) -> bool:
+    """Whether training would continue from a checkpoint; it is verified when it is loaded. Collective."""
     wanted = args.resume_from_checkpoint
-    if isinstance(wanted, str) or has_memory_checkpoint(args):
+    if isinstance(wanted, str):
         return True
-    return wanted and _newest(args) is not None
-
-
-def _newest(args: TrainingArguments) -> Path | None:
-    # Of what nodes keep together each has a part; whether all are there is seen when it is loaded.
-    parts = args.save_on_each_node and args.remote_dir is not None
-    return find_latest_checkpoint(args.output_dir, remote_dir=args.remote_dir, one_node=parts)
+    found = wanted and (has_memory_checkpoint(args) or newest_checkpoint(args) is not None)
+    # One answer for all: the file system may show one rank what another does not see yet.
+    return ranks.any([found])[0]
 
 
 def load_best(run: Run) -> bool:

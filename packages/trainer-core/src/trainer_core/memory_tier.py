@@ -38,10 +38,7 @@ def memory_directory(args: TrainingArguments) -> MemoryDirectory | None:
 
 
 def has_memory_checkpoint(args: TrainingArguments) -> bool:
-    """Whether ranks of this job that were lost have left a checkpoint in the memory of this node.
-
-    Such a start continues what they did, also where they were told to begin anew.
-    """
+    """Whether ranks of this job that were lost have left a checkpoint in the memory of this node."""
     if not args.memory_save_steps or os.environ.get(RESTARTS_VARIABLE, "0") in ("", "0"):
         return False
     directory = memory_directory(args)

@@ -57,6 +57,7 @@ from .model import ModelInit, RecomputeFn, check_cache_dir, run_settings, verify
 from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .periodic import EXIT_RESUMABLE, Actions, StopRequests
+from .restarts import leave_mark, settle_resume
 from .run import Run, training_switches
 from .state import CallbackHandler, StopCause, TrainerControl, TrainOutput, fresh_state
 
@@ -238,6 +239,7 @@ class Trainer(InputHints):
                 self._resume(run)
                 if not self._has_room:
                     make_room(run)
+                    leave_mark(run.args, run.ranks)
                     self._has_room = True
                 with training_switches(run):
                     output = TrainingLoop(run, Actions(run, lambda: stops.cause is not None), stops).train()
@@ -532,17 +534,11 @@ class Trainer(InputHints):
         """Build everything at the first call; later calls return what was built."""
         if self._prepared is None:
             seed_everything(self.args.seed)
-            # One answer for all: the file system may show one rank what another does not see yet.
-            resumes = self.ranks.any([has_checkpoint_to_resume(self._run_args)])[0]
-            devices = self.ranks, self.transforms, self.placement
+            self._run_args = settle_resume(self._run_args, self.ranks)
+            resumes = has_checkpoint_to_resume(self._run_args, self.ranks)
+            devices, observers = (self.ranks, self.transforms, self.placement), (self.state, self._events)
             run = self._prepared = assemble(
-                self._run_args,
-                *devices,
-                self.state,
-                self._events,
-                self._parts,
-                resumes=resumes,
-                lease=self._lease,
+                self._run_args, *devices, *observers, self._parts, resumes=resumes, lease=self._lease
             )
             self._events.shared = self._shared_with_callbacks(run)
             if resumes and self.args.construct_model_on == "meta":
@@ -559,7 +555,8 @@ class Trainer(InputHints):
             ConfigurationError: If something that was given cannot begin anew.
         """
         # Not in `self.args`, by which `save_model` would replace weights from then on.
-        self._run_args = replace(self.args, resume_from_checkpoint=False, overwrite_output_dir=True)
+        fresh = replace(self.args, resume_from_checkpoint=False, overwrite_output_dir=True)
+        self._run_args = settle_resume(fresh, self.ranks)
         run = self._prepared
         if run is None:
             return
