@@ -84,6 +84,18 @@ def told() -> None:
     print("FIRST " + json.dumps(figures), flush=True)
 
 
+class FirstStep:
+    """Tells of the first step: a callback."""
+
+    waits = True
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Tell of it."""
+        if self.waits:
+            told()
+        self.waits = False
+
+
 def plain(folder: Path, resume: bool) -> None:
     """The loop that everybody writes."""
     model = Model()
@@ -108,19 +120,6 @@ def ours(folder: Path, resume: bool, **settings: Any) -> None:
     """`trainer_core.Trainer` with its default callbacks."""
     from trainer_core import Trainer, TrainingArguments
 
-    class First:
-        """Tells of the first step."""
-
-        def on_train_begin(self, *_: object, **__: object) -> None:
-            """None has ended yet."""
-            self.waits = True
-
-        def on_step_end(self, *_: object, **__: object) -> None:
-            """Tell of it."""
-            if self.waits:
-                told()
-            self.waits = False
-
     args = TrainingArguments(
         output_dir=str(folder / "run"),
         max_steps=STEPS * (1 + resume),
@@ -129,7 +128,7 @@ def ours(folder: Path, resume: bool, **settings: Any) -> None:
         use_cpu=True,
         **settings,
     )
-    callbacks = [*Trainer.default_callbacks(), First()]
+    callbacks = [*Trainer.default_callbacks(), FirstStep()]
     Trainer(args, model_init=Model, train_dataset=Rows(), callbacks=callbacks).train()
 
 
@@ -172,16 +171,8 @@ def hf_trainer(folder: Path, resume: bool) -> None:
     """Hugging Face Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class First(TrainerCallback):
-        """Tells of the first step."""
-
-        waits = True
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            """Tell of it."""
-            if self.waits:
-                told()
-            self.waits = False
+    class First(FirstStep, TrainerCallback):
+        """The same, for a trainer that calls all methods of a callback."""
 
     args = TrainingArguments(
         output_dir=str(folder / "run"),

@@ -15,62 +15,33 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from small_run import small_run_words, unlaunched_environ, write_small_run
 
 from checkpoint_core import DirectoryLease
-from llama_pretrain.launch import REPORT_VARIABLE, report_end
+from llama_pretrain.launch import REPORT_VARIABLE, _Job, launch, report_end
+from llama_pretrain.restarts import Restarts
 
 LIMIT_S = 240
 SLOW_MACHINE_S = 8
 """Beside other work a Python that has imported torch takes this long to end; nothing else takes long."""
-SHAPE = {
-    "vocab_size": 259,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     """A folder with a shape and some text."""
-    (tmp_path / "shape").mkdir()
-    (tmp_path / "shape" / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
-    (tmp_path / "text.jsonl").write_text(
-        "\n".join(
-            json.dumps({"text": f"{number} is the number after {number - 1}. " * 8}) for number in range(60)
-        )
-    )
-    return tmp_path
+    return write_small_run(tmp_path)
 
 
 def start(
     work: Path, output: str, *more: str, steps: int = 6, program: tuple[str, str] = ("-m", "llama_pretrain")
 ) -> subprocess.Popen[str]:
-    settings = {
-        "model": work / "shape",
-        "data": work / "text.jsonl",
-        "output-dir": work / output,
-        "sequence-length": 32,
-        "max-steps": steps,
-        "held-out": 0,
-        "logging-steps": 1,
-        "save-steps": 1000,
-        "sample-tokens": 0,
-        "lr-scheduler-type": "constant",
-    }
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    kept = {name: value for name, value in os.environ.items() if name not in launched}
     (work / "temporary").mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, *program, "train", *words, *more],
+        [sys.executable, *program, *small_run_words(work, output, *more, steps=steps)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=kept | {"TMPDIR": str(work / "temporary")},
+        env=unlaunched_environ() | {"TMPDIR": str(work / "temporary")},
     )
 
 
@@ -343,3 +314,34 @@ def test_a_launcher_of_another_size_is_refused(work: Path) -> None:
     words = ["-m", "llama_pretrain", "train", "--mesh", "dp=2", "--output-dir", str(work / "run")]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert "mesh='dp=2' needs 2 processes, but 1 were started" in done.stderr
+
+
+def pipes() -> list[str]:
+    """The ends of pipes that this process has open."""
+    return sorted(str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_fifo())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_job_closes_its_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which launch sets
+    words = ["recipes", "tiny-cpu"]
+    assert launch(words, 1, str(tmp_path)) == 0
+    before = pipes()  # with what torch opens once
+    assert launch(words, 1, str(tmp_path)) == 0
+    assert pipes() == before
+
+
+def test_a_signal_that_comes_again_while_ranks_start_stops_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = _Job(["recipes", "tiny-cpu"], str(tmp_path), 1, Restarts(0), hot_spares=False, fresh=True)
+    job.remember(signal.SIGINT, None)
+    time.sleep(1.1)  # later than an echo of the same one
+    job.remember(signal.SIGINT, None)
+    job.start()
+    job.wait()
+    job.kill()
+    job.close()
+    assert job.conclude() == 130
+    said = capfd.readouterr().err
+    assert "stopped at once; checkpoints saved so far are whole, the same command without --fresh" in said

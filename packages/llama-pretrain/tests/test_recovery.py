@@ -14,32 +14,21 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
+from small_run import small_run_words, unlaunched_environ, write_small_run
 
+from llama_pretrain.cli import main
 from perf_metrics import read_goodput
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses memory of Linux")
 LIMIT_S = 240
 STEPS = 60
-SHAPE = {
-    "vocab_size": 259,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 TORCHRUN = ("-m", "torch.distributed.run")
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     """A folder with a shape and some text."""
-    (tmp_path / "shape").mkdir()
-    (tmp_path / "shape" / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
-    texts = [f"{number} is the number after {number - 1}. " * 8 for number in range(60)]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return tmp_path
+    return write_small_run(tmp_path)
 
 
 class Run:
@@ -48,29 +37,15 @@ class Run:
     def __init__(
         self, work: Path, output: str, *more: str, launcher: Sequence[str] = (), steps: int = STEPS
     ) -> None:
-        settings = {
-            "model": work / "shape",
-            "data": work / "text.jsonl",
-            "output-dir": work / output,
-            "sequence-length": 32,
-            "max-steps": steps,
-            "held-out": 0,
-            "logging-steps": 1,
-            "save-steps": 1000,
-            "sample-tokens": 0,
-            "lr-scheduler-type": "constant",
-        }
-        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-        kept = {name: value for name, value in os.environ.items() if name not in launched}
+        words = small_run_words(work, output, *more, steps=steps)
         self.path = work / output
         self._said = work / f"{output}-{time.monotonic_ns()}.txt"
         with self._said.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, "-m", "llama_pretrain", "train", *words, *more],
+                [sys.executable, *launcher, "-m", "llama_pretrain", *words],
                 stdout=file,
                 stderr=file,
-                env=kept,
+                env=unlaunched_environ(),
             )
 
     def said(self) -> str:
@@ -156,6 +131,16 @@ def test_restarts_that_cannot_work_are_refused(work: Path) -> None:
     assert "--max-restarts 3" in run.said()
 
 
+@pytest.mark.parametrize("word", ["--hot-spares", "--no-hot-spares"])
+def test_spares_without_restarts_are_refused(
+    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert main(["train", word]) == 2
+    assert "hot_spares=" in (said := capsys.readouterr().err)
+    assert "--max-restarts 3" in said
+
+
 @pytest.mark.full
 def test_several_losses_use_spares_then_the_last_is_the_end(work: Path) -> None:
     run = Run(work, "run", "--mesh", "dp=2", "--max-restarts", "1", "--memory-save-steps", "2", steps=100_000)
@@ -191,7 +176,10 @@ def test_a_stop_and_wrong_input_are_no_losses(work: Path) -> None:
 def test_without_memory_it_continues_from_storage_and_a_fresh_start_begins_once(work: Path) -> None:
     curve = finished(work, "undisturbed")
     assert Run(work, "run", "--mesh", "dp=2", steps=4).ends() == 0
-    run = Run(work, "run", "--mesh", "dp=2", "--max-restarts", "1", "--save-steps", "5", "--fresh")
+    fresh = work / "fresh.yaml"  # and no word of the command line, which the launcher could leave out
+    fresh.write_text("resume_from_checkpoint: false\noverwrite_output_dir: true\n")
+    options = ("--max-restarts", "1", "--save-steps", "5", "--config", str(fresh))
+    run = Run(work, "run", "--mesh", "dp=2", *options)
     run.wait_for_step(12)
     os.kill(run.rank(1), signal.SIGKILL)
     assert run.ends() == 0, run.said()
