@@ -86,6 +86,7 @@ def wait_for_a_step(process: subprocess.Popen[str], log: Path) -> None:
 @pytest.mark.full
 def test_every_rank_restarts_with_what_it_has_compiled(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = ("--torch-compile", "--torch-compile-cache-dir", str(work / "compiled"))
+    monkeypatch.setenv("TRAINER_CORE_COMPILE_CACHE_KEY", str(work / "key"))
     written = []
     for output in ("first", "second"):
         # Torch's own cache is empty, as in a fresh container.

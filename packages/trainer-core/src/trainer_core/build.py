@@ -150,7 +150,7 @@ def assemble(
         update=None if optimizer is None else build_update(args, built, optimizer, scaler),
         garbage=GarbagePolicy(args, ranks.device),
         recompiles=RecompileCounter(args),
-        compile_cache=CompileCache(args, ranks.env),
+        compile_cache=CompileCache(args, ranks),
         eval_metrics=parts.eval_metrics,
     )
 

@@ -142,7 +142,6 @@ class Trainer(InputHints):
         self.processing_class = processing_class
         env = distributed_env or environment_of(self.args)
         check_device(self.args, env)
-        check_cache_dir(self.args, env)
         if not isinstance(parallel, Iterable):
             raise ConfigurationError(
                 "parallel",
@@ -159,6 +158,7 @@ class Trainer(InputHints):
         self.placement = BatchPlacement(self.args, self.ranks)
         """Which rank gets which batches."""
         self._connect()
+        check_cache_dir(self.args, self.ranks)
         check_data(self.args, train_dataset, eval_dataset, data_collator)
         warn_unused_settings(self.args, env.device.type, evaluates=eval_dataset is not None)
         self._parts = TrainerInputs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -15,12 +16,22 @@ import pytest
 import torch
 
 from dist_env import StaticDistributedEnvironment, forget_warnings
-from trainer_core import TrainingArguments
+from trainer_core import Ranks, TrainingArguments
 from trainer_core.errors import ConfigurationError
 from trainer_core.model import compile_cache
 from trainer_core.model.compile_cache import CompileCache, check_cache_dir
 
 Arguments = Callable[..., TrainingArguments]
+HEADER = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A key of the tests, and not that of who runs them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(compile_cache.KEY_VARIABLE, str(tmp_path_factory.mktemp("keys") / "new" / "key"))
+        yield
+
 
 PROGRAM = """
 import json, os, sys, torch
@@ -114,6 +125,7 @@ def test_a_run_whose_file_is_damaged_compiles_and_writes_it_anew(
     first: tuple[Path, dict[str, object]], tmp_path: Path
 ) -> None:
     whole = (first[0] / "rank-00000.zip").read_bytes()
+    assert zipfile.is_zipfile(first[0] / "rank-00000.zip")
     path = keep(tmp_path / "compiled", whole[: len(whole) // 2])
     told, warned = start(path.parent, tmp_path / "second")
     assert told["loss"] == first[1]["loss"]
@@ -132,8 +144,17 @@ def keep(cache: Path, content: bytes, name: str = "rank-00000.zip") -> Path:
     return cache / name
 
 
-def env(rank: int = 0, local_rank: int = 0) -> StaticDistributedEnvironment:
-    return StaticDistributedEnvironment(rank=rank, world_size=16, local_rank=local_rank, local_world_size=8)
+def env(rank: int = 0, local_rank: int = 0) -> Ranks:
+    return Ranks(
+        StaticDistributedEnvironment(rank=rank, world_size=16, local_rank=local_rank, local_world_size=8)
+    )
+
+
+def authenticate(path: Path) -> None:
+    """Make a file that a test has changed one that this user has written."""
+    key, content = compile_cache._read_key(compile_cache._key_path()), path.read_bytes()[HEADER:]
+    code = compile_cache._authenticate(io.BytesIO(content), key)
+    path.write_bytes(compile_cache._key_id(key) + code + content)
 
 
 @pytest.fixture
@@ -188,6 +209,7 @@ def test_the_oldest_entries_are_left_out_of_a_file_that_grows_too_large(
     with zipfile.ZipFile(stored, "a") as packed:  # as if it were of last year
         packed.infolist()[0].date_time = (2025, 1, 1, 0, 0, 0)
         packed.writestr("a/older.txt", "")
+    authenticate(stored)
     torch._dynamo.reset()
     assert "a/old.so" in compiles(
         CompileCache(args, env()), {"a/new.so": bytes(100), "a/newer.so": bytes(100)}
@@ -205,7 +227,7 @@ def damaged_files(whole: bytes) -> dict[str, bytes]:
         "cut": whole[:-30],
         "not a zip": b"\x80\x04text",
         "a bit": whole[:at] + b"9" + whole[at + 1 :],
-        "a bit of the facts": whole.replace(b'"format": 1', b'"format": ['),
+        "a bit of the facts": whole.replace(b'"format": 2', b'"format": ['),
     }
 
 
@@ -231,6 +253,7 @@ def test_a_name_outside_the_folder_is_damage(cached: Arguments, caplog: pytest.L
     path = Path(str(args.torch_compile_cache_dir)) / "rank-00000.zip"
     with zipfile.ZipFile(path, "a") as packed:
         packed.writestr("../outside.py", "")
+    authenticate(path)
     with CompileCache(args, env()):
         local = Path(os.environ[compile_cache.VARIABLE])
         assert not list(local.iterdir())
@@ -340,3 +363,105 @@ def test_folders_of_killed_processes_are_removed(cached: Arguments, tmp_path: Pa
 def test_settings_that_cannot_be(settings: dict[str, object], rule: str, cached: Arguments) -> None:
     with pytest.raises(ConfigurationError, match=rule):
         cached(**settings)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_came_from_elsewhere_is_not_executed(
+    cached: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A directory that was unpacked is this user's by owner and mode; a config file beside it may name it."""
+    args = cached()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv(compile_cache.KEY_VARIABLE, str(tmp_path / "key of somebody else"))
+        compiles(CompileCache(args, env()), {"a/one.so": b"1"})
+    torch._dynamo.reset()
+    path = Path(str(args.torch_compile_cache_dir)) / "rank-00000.zip"
+    assert compiles(CompileCache(args, env()), {"a/two.so": b"2"}) == set()
+    assert f"{path} was written with another key than {compile_cache._key_path()}" in caplog.text
+    torch._dynamo.reset()
+    assert compiles(CompileCache(args, env()), {}) == {"a/two.so"}, "written anew"
+    assert compile_cache._key_path().stat().st_mode & 0o777 == 0o600
+
+
+def test_files_of_an_earlier_version_are_compiled_anew(
+    cached: Arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as file:
+        file.writestr("a/one.so", "1")
+        file.comment = json.dumps({**compile_cache._facts(torch.device("cpu")), "format": 1}).encode()
+    keep(tmp_path / "compiled", packed.getvalue())
+    assert compiles(CompileCache(cached(), env()), {}) == set()
+    assert "was written with another key" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", "short", None])
+def test_a_key_that_cannot_be_is_a_warning(
+    cached: Arguments,
+    tmp_path: Path,
+    content: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k" * 64 if content is None else content)
+    key.chmod(0o622 if content is None else 0o600)
+    monkeypatch.setenv(compile_cache.KEY_VARIABLE, str(key))
+    before = os.environ[compile_cache.VARIABLE]
+    with CompileCache(cached(), env()):
+        assert os.environ[compile_cache.VARIABLE] == before
+    assert f"the key {key} cannot be used" in caplog.text
+
+
+def test_without_room_for_a_folder_the_run_compiles_as_without_a_cache(
+    cached: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = tmp_path / "full"
+    full.write_text("")
+    monkeypatch.setenv(compile_cache.VARIABLE, str(full / "torch"))
+    from torch._dynamo.callback import callback_handler
+
+    callbacks = len(callback_handler.start_callbacks)
+    with CompileCache(cached(), env()):
+        assert os.environ[compile_cache.VARIABLE] == str(full / "torch")
+    assert "no folder to compile in could be made" in caplog.text
+    assert len(callback_handler.start_callbacks) == callbacks
+
+
+def test_a_directory_that_is_refused_leaves_no_callback(cached: Arguments, tmp_path: Path) -> None:
+    from torch._dynamo.callback import callback_handler
+
+    callbacks = len(callback_handler.start_callbacks)
+    keep(tmp_path / "compiled", b"").parent.chmod(0o777)
+    with pytest.raises(ConfigurationError), CompileCache(cached(), env()):
+        pass
+    assert len(callback_handler.start_callbacks) == callbacks
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_two_jobs_that_write_the_same_file_leave_a_whole_one(
+    cached: Arguments, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other job writes it from its beginning to its end while this one is about to."""
+    args = cached()
+    directory = Path(str(args.torch_compile_cache_dir))
+    write, others = zipfile.ZipFile.write, [""]
+
+    def write_after_another(packed: zipfile.ZipFile, *given: object) -> None:
+        if others:
+            others.pop()
+            local, key = directory.parent / "other", compile_cache._read_key(compile_cache._key_path())
+            local.mkdir()
+            (local / "b.so").write_bytes(b"2")
+            facts = compile_cache._facts(torch.device("cpu"))
+            compile_cache._write(directory / "rank-00000.zip", local, ["b.so"], facts, key)
+        write(packed, *given)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zipfile.ZipFile, "write", write_after_another)
+        compiles(CompileCache(args, env()), {"a/one.so": b"1"})
+    assert not others
+    torch._dynamo.reset()
+    assert compiles(CompileCache(args, env()), {}) == {"a/one.so"}
+    assert "torch_compile_cache_dir" not in caplog.text
+    assert [path.name for path in directory.iterdir()] == ["rank-00000.zip"]

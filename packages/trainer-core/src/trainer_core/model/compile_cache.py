@@ -4,6 +4,10 @@ The file holds what inductor leaves in its cache directory: graphs, as pickles, 
 libraries or GPU code. It is code that the run executes. So it is read only from a directory that a setting
 names, never because it lies beside a checkpoint, and only if nobody else can have written it.
 
+Owner and mode do not tell that of a directory that was unpacked or cloned: its files are the user's then. A
+config file may come with it and name it. So each file is authenticated with a key of the user's, which lies
+elsewhere, and what was written with another one is compiled anew.
+
 `torch.compiler.save_cache_artifacts` is not used: its artifacts lack the C++ kernels of the CPU (torch 2.13),
 so that a restart would compile those again, which is most of the time.
 """
@@ -12,9 +16,11 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import hmac
 import json
 import os
 import platform
+import secrets
 import shutil
 import stat
 import tempfile
@@ -27,19 +33,25 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 
 import torch
 
-from dist_env import DistributedEnvInterface, get_logger
+from dist_env import get_logger
 
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..arguments import TrainingArguments
+    from ..distributed.ranks import Ranks
 
 SETTING = "torch_compile_cache_dir"
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Where inductor keeps its cache; torch reads it at each use."""
+KEY_VARIABLE = "TRAINER_CORE_COMPILE_CACHE_KEY"
+"""Names the file of the key, where the home directory does not last. No file of others sets a variable."""
 MAX_BYTES = 1 << 30
 """A rank's file keeps at most this much; the oldest entries are left out, and compiled again if needed."""
-_FORMAT = 1
+_FORMAT = 2
+_ID_BYTES, _MAC_BYTES = 8, 32
+"""In front of the packed entries: which key it was, and what only that makes of the rest."""
+_KEY_CHARACTERS = 64
 _LOCAL = "torch_compile"
 _LOCKS = "locks"
 """Folder of inductor's lock files."""
@@ -47,16 +59,25 @@ _LOCKS = "locks"
 logger = get_logger(__name__)
 
 
-def check_cache_dir(args: TrainingArguments, env: DistributedEnvInterface) -> None:
-    """Refuse a directory, or a file of this rank in it, that somebody else can have written.
+def check_cache_dir(args: TrainingArguments, ranks: Ranks) -> None:
+    """Refuse a directory, or a file of one rank in it, that somebody else can have written; collective.
 
     Raises:
-        ConfigurationError: If it lies in a checkpoint, is not a directory, belongs to another user, or others
-            may write to it.
+        ConfigurationError: On every rank, if it lies in a checkpoint, is not a directory, belongs to another
+            user, or others may write to it. A `DataError` names the ranks, if it is so for some of them.
     """
     if args.torch_compile_cache_dir is None:
         return
-    directory = Path(args.torch_compile_cache_dir).resolve()
+    failure = None
+    try:
+        _check_own(args.torch_compile_cache_dir, ranks)
+    except ConfigurationError as error:
+        failure = error
+    ranks.fail_together(failure, f"use its {SETTING}")
+
+
+def _check_own(given: str, ranks: Ranks) -> None:
+    directory = Path(given).resolve()
     for folder in (directory, *directory.parents):
         if (folder / "manifest.json").is_file():
             rule = f"lies in the checkpoint {folder}, and checkpoints hold no code"
@@ -68,7 +89,7 @@ def check_cache_dir(args: TrainingArguments, env: DistributedEnvInterface) -> No
     if not directory.is_dir():
         raise ConfigurationError(SETTING, str(directory), "is not a directory", "choose another path")
     _refuse_others(directory, directory.stat())
-    for path in _candidates(directory, env):
+    for path in _candidates(directory, ranks):
         with suppress(FileNotFoundError):
             _refuse_others(path, os.lstat(path))
 
@@ -88,8 +109,9 @@ def _refuse_others(path: Path, found: os.stat_result) -> None:
     raise ConfigurationError(SETTING, str(path), rule, fix)
 
 
-def _candidates(directory: Path, env: DistributedEnvInterface) -> list[Path]:
+def _candidates(directory: Path, ranks: Ranks) -> list[Path]:
     """Where this rank looks: its own file, else that of the same device on the first host, else of rank 0."""
+    env = ranks.env
     return [directory / f"rank-{rank:05}.zip" for rank in dict.fromkeys((env.rank, env.local_rank, 0))]
 
 
@@ -102,14 +124,16 @@ class CompileCache(AbstractContextManager["CompileCache"]):
 
     Args:
         args: torch_compile and torch_compile_cache_dir; without them it does nothing.
-        env: The rank, and its device.
+        ranks: This rank, its device, and the others.
     """
 
-    def __init__(self, args: TrainingArguments, env: DistributedEnvInterface) -> None:
+    def __init__(self, args: TrainingArguments, ranks: Ranks) -> None:
         given = args.torch_compile_cache_dir if args.torch_compile else None
         self._args = args
         self._directory = None if given is None else Path(given).resolve()
-        self._env = env
+        self._ranks = ranks
+        self._is_prepared = False
+        self._key = b""
         self._local: Path | None = None
         self._before: str | None = None
         self._kept: frozenset[str] = frozenset()
@@ -118,23 +142,34 @@ class CompileCache(AbstractContextManager["CompileCache"]):
     def __enter__(self) -> Self:
         if self._directory is None:
             return self
+        self._before = os.environ.get(VARIABLE)
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._prepare(self._directory)
+        if self._local is None:
+            return self
+        os.environ[VARIABLE] = str(self._local)
         # Private, as in RecompileCounter: torch has no public notice of a compilation. If it went, the test
         # of the second start would find that nothing was kept.
         from torch._dynamo.callback import callback_handler
 
         callback_handler.register_start_callback(self._started)
-        self._before = os.environ.get(VARIABLE)
-        if self._local is None:
-            self._local = _local_folder(self._before)
-            with self._warning_of_failure("could not be made"):
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_cache_dir(self._args, self._env)
-            self._load(self._local)
-        os.environ[VARIABLE] = str(self._local)
         return self
 
+    def _prepare(self, directory: Path) -> None:
+        """Find the key, and unpack what was kept; what this machine does not allow is named in a warning."""
+        with self._warning_of_failure("could not be made"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_cache_dir(self._args, self._ranks)
+        with _WarningOfFailure(f"{SETTING}: the key {_key_path()} cannot be used"):
+            self._key = _read_key(_key_path())
+        if self._key:
+            with self._warning_of_failure("has no use, because no folder to compile in could be made"):
+                self._local = _local_folder(self._before)
+                self._load(self._local)
+
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._directory is None:
+        if self._directory is None or self._local is None:
             return
         from torch._dynamo.callback import callback_handler
 
@@ -161,19 +196,19 @@ class CompileCache(AbstractContextManager["CompileCache"]):
         found = dict(_entries(self._local))
         if found.keys() <= self._kept:
             return  # all of it came from the file
-        path = _candidates(self._directory, self._env)[0]
+        path = _candidates(self._directory, self._ranks)[0]
         with self._warning_of_failure("could not be written"):
-            _write(path, self._local, _bounded(found), _facts(self._env.device))
+            _write(path, self._local, _bounded(found), _facts(self._ranks.device), self._key)
             self._kept = frozenset(found)
 
     def _load(self, local: Path) -> None:
         assert self._directory is not None
-        for path in _candidates(self._directory, self._env):
+        for path in _candidates(self._directory, self._ranks):
             try:
                 file = _open(path)
             except FileNotFoundError:
                 continue
-            except OSError as error:
+            except (OSError, ConfigurationError) as error:
                 self._warn(path, f"could not be read ({error})")
                 return
             with file:
@@ -183,8 +218,16 @@ class CompileCache(AbstractContextManager["CompileCache"]):
     def _unpack(self, file: BinaryIO, path: Path, local: Path) -> list[str]:
         """Check the whole file, then unpack it; the names of what is in it, or none if it is of no use."""
         try:
+            which, told = file.read(_ID_BYTES), file.read(_MAC_BYTES)
+            if len(told) == _MAC_BYTES and which != _key_id(self._key):
+                rule = "so nothing tells that this user has compiled it, and it is not executed"
+                self._warn(path, f"was written with another key than {_key_path()}, {rule}")
+                return []
+            if not hmac.compare_digest(told, _authenticate(file, self._key)):
+                self._warn(path, "is damaged (its content is not what was written)")
+                return []
             with zipfile.ZipFile(file) as packed:
-                facts, wanted = json.loads(packed.comment), _facts(self._env.device)
+                facts, wanted = json.loads(packed.comment), _facts(self._ranks.device)
                 differs = [name for name in wanted if facts.get(name) != wanted[name]]
                 if differs:
                     name = differs[0]
@@ -326,22 +369,77 @@ def _bounded(found: Mapping[str, os.stat_result]) -> list[str]:
     return sorted(names)
 
 
-def _write(path: Path, local: Path, names: list[str], facts: Mapping[str, object]) -> None:
+def _write(path: Path, local: Path, names: list[str], facts: Mapping[str, object], key: bytes) -> None:
     """Replace a file in one step; only its owner may read or write it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    # Of this process: two jobs may keep the same rank in one directory, of which the last one wins.
+    own = f".{path.name}-{_process_space()}"
+    for left in path.parent.glob(f"{own}-*.partial"):
+        process = left.name.removeprefix(f"{own}-").partition("-")[0]
+        if process.isdigit() and not _is_alive(int(process)):
+            left.unlink(missing_ok=True)
+    number, name = tempfile.mkstemp(prefix=f"{own}-{os.getpid()}-", suffix=".partial", dir=path.parent)
+    partial = Path(name)
     try:
-        with os.fdopen(number, "wb") as file:
+        with os.fdopen(number, "w+b") as file:
+            file.write(bytes(_ID_BYTES + _MAC_BYTES))
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as packed:
                 for name in names:
                     packed.write(local / name, name)
                 packed.comment = json.dumps(facts).encode()
+            file.seek(_ID_BYTES + _MAC_BYTES)
+            code = _authenticate(file, key)
+            file.seek(0)
+            file.write(_key_id(key) + code)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)  # of a write that did not come to its end
+
+
+def _authenticate(file: BinaryIO, key: bytes) -> bytes:
+    """What only who has the key can make of the rest of a file."""
+    code = hmac.new(key, digestmod=hashlib.sha256)
+    while part := file.read(1 << 20):
+        code.update(part)
+    return code.digest()
+
+
+def _key_id(key: bytes) -> bytes:
+    return hashlib.sha256(b"compile cache key" + key).digest()[:_ID_BYTES]
+
+
+def _key_path() -> Path:
+    named = os.environ.get(KEY_VARIABLE)
+    if named:
+        return Path(named)
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "trainer-core" / "compile-cache.key"
+
+
+def _read_key(path: Path) -> bytes:
+    """The key in a file, which is made with a new one if it is not there.
+
+    Raises:
+        OSError: If it cannot be made or read, or somebody else may write it.
+    """
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=path.parent)  # only its owner may read it
+        try:
+            with os.fdopen(number, "w") as file:
+                file.write(secrets.token_hex(_KEY_CHARACTERS // 2))
+            with suppress(FileExistsError):
+                os.link(name, path)  # whole at once; of several ranks the first one's
+        finally:
+            Path(name).unlink()
+    with path.open("rb") as file:
+        found, key = os.fstat(file.fileno()), file.read(1 << 12).strip()
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"another user may write {path}")
+    if len(key) < _KEY_CHARACTERS:
+        raise OSError(f"{path} has {len(key)} characters, and a key has {_KEY_CHARACTERS} or more")
+    return key
 
 
 def _open(path: Path) -> BinaryIO:
