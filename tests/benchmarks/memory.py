@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     from llama_pretrain.bench.baselines import Train, Work
 
-STEPS, ROWS, TOKENS = 2, 2, 512
+STEPS, ROWS, TOKENS = 2, 4, 512
 DISTRIBUTIONS = ("torch", "accelerate", "transformers", "lightning")
 ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "TOKENIZERS_PARALLELISM": "false"}
 SIZES: Mapping[str, Mapping[str, int | str]] = {
     "160m": {"preset": "160m"},
-    # Four of its 22 layers.
-    "1b, 4 layers": {"preset": "1b", "num_hidden_layers": 4},
+    # Two of its 22 layers.
+    "1b, 2 layers": {"preset": "1b", "num_hidden_layers": 2},
     "quick": {"preset": "tiny"},
 }
 OURS = "trainer-core"
