@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-WAITS = 40
+WAITS = 120
 """Seconds that a rank waits for another one."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-WAITS = 20
+WAITS = 120
 """Seconds; ranks wait 40 for one another."""
 DOING = ("training", "evaluating", "generating")
 ERROR = "StageError: the 7th call of this block is one too many"

@@ -27,8 +27,8 @@ Scenario = Callable[[DistributedEnvInterface, Path], object]
 
 LIMIT = 240
 """Seconds after which a rank that still runs is ended."""
-TRAINING_TIMEOUT = 20
-"""Seconds that a rank waits for another one."""
+TRAINING_TIMEOUT = 120
+"""Seconds that a rank waits for another one; on a busy machine it may be late by most of a minute."""
 
 
 def run_world(world_size: int, directory: Path, scenarios: Mapping[str, Scenario]) -> None:
