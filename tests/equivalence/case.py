@@ -125,7 +125,8 @@ def decay_by_name(**options: object) -> Mapping[str, object]:
 
 
 TIED = replace(PLAIN, tied=True)
-SHORT = replace(PLAIN, steps=20)
+SHORT = replace(PLAIN, steps=14)
+"""Two epochs: each batch comes twice, and the end of an epoch once in between."""
 SHORT_TIED = replace(SHORT, tied=True)
 RESTARTED = replace(PLAIN, steps=18)
 """What rows do that stop and continue: to the end of that epoch, and into another one."""

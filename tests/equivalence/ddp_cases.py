@@ -26,7 +26,7 @@ from .case import (
     on_ranks,
 )
 
-WIDE = replace(PLAIN, width=128, steps=20)
+WIDE = replace(PLAIN, width=128, steps=10)
 """More than 2 MiB of weights, so that gradients travel in several buckets of 1 MiB."""
 OWN_DATA = {"dispatch_batches": False}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
@@ -52,7 +52,7 @@ def _restarted(name: str, **fields: object) -> Case:
 
 
 def _spoiled() -> dict[str, object]:
-    return {"callbacks": [SpoilGradient(17)]}
+    return {"callbacks": [SpoilGradient(9)]}
 
 
 DDP_CASES = [
@@ -86,7 +86,7 @@ DDP_CASES = [
     _option("compiled model, aot_eager, accumulation 2", settings=BY_EYE, accumulation=4, full=True),
     _option(
         "compiled blocks, aot_eager, tied",
-        settings={**BY_EYE, "torch_compile_scope": "blocks"},
+        settings={**BY_EYE, "torch_compile_scope": "blocks", "torch_compile_dynamic": True},
         recipe=SHORT_TIED,
     ),
     _option(
@@ -118,7 +118,7 @@ DDP_CASES = [
         "nonfinite_policy skip, a step skipped",
         settings={"nonfinite_policy": "skip"},
         options=_spoiled,
-        recipe=replace(SHORT, bad_step=17),
+        recipe=replace(SHORT, bad_step=9),
     ),
     _option(
         "bf16 compression",

@@ -59,17 +59,17 @@ def _moved(name: str, **fields: object) -> Case:
 
 TWELVE = replace(RESTARTED, global_batch=12)
 HYBRID = "dp=2,shard=2"
-OVERFLOWN = replace(SHORT, steps=25, float16=True, fused=True, bad_step=17)
+OVERFLOWN = replace(SHORT, float16=True, fused=True, bad_step=9)
 
 
 def _overflow() -> dict[str, object]:
-    return {"callbacks": [Overflow(17)]}
+    return {"callbacks": [Overflow(9)]}
 
 
 FSDP2_CASES = [
     _option("", ranks=1, accumulation=2),
     _ranks("", full=True),
-    _ranks("", ranks=4),
+    _ranks("", ranks=4, full=True),
     _ranks("accumulation 2", accumulation=4, full=True),
     _ranks("accumulation 2", ranks=4, accumulation=8, full=True),
     _ranks("own data", ranks=4, settings={"dispatch_batches": False}, full=True),
@@ -78,7 +78,9 @@ FSDP2_CASES = [
     _sharded("resharded to 2", FSDP2Arguments(reshard_after_forward=2), ranks=4),
     _option("HSDP 2 x 2", ranks=4, mesh=HYBRID, full=True),
     _sharded("HSDP 2 x 2, as files of old runs say it", FSDP2Arguments(replicas=2), ranks=4, full=True),
-    _option("HSDP 2 x 2, tied, accumulation 2", ranks=4, mesh=HYBRID, recipe=SHORT_TIED, accumulation=8),
+    _option(
+        "HSDP 2 x 2, tied, accumulation 2", ranks=4, mesh=HYBRID, recipe=SHORT_TIED, accumulation=8, full=True
+    ),
     _sharded("the model as one piece", FSDP2Arguments(shard_transformer_layers=False)),
     _sharded(
         "by class, halves of blocks",
@@ -114,7 +116,10 @@ FSDP2_CASES = [
     _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=SHORT_TIED, full=True),
     _option("checkpointing full", settings=FULL, accumulation=4),
     _option("checkpointing operators", settings={"activation_checkpointing": "operators"}, full=True),
-    _option("checkpointing full, compiled blocks", settings={**BLOCKS_BY_EYE, **FULL}),
+    _option(
+        "checkpointing full, compiled blocks",
+        settings={**BLOCKS_BY_EYE, **FULL, "torch_compile_dynamic": True},
+    ),
     _option("checkpointing full, HSDP 2 x 2", ranks=4, mesh=HYBRID, settings=FULL, full=True),
     _sharded(
         "bfloat16 policy",

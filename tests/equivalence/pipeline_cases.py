@@ -134,16 +134,18 @@ PIPELINE_CASES = [
     _restarted(" after Trainer, at 2, Muon, averaged", runner="here, then ranks", recipe=MUON, **MUON_BOUND),
     _restarted(" at 2, then Trainer, schedule-free", runner="ranks, then here", recipe=SCHEDULE_FREE),
     # To the end of the curve, where small errors would have grown.
-    _row("1f1b", "50 steps", ranks=4, accumulation=2, recipe=PLAIN),
+    _row("1f1b", "50 steps", ranks=4, accumulation=2, recipe=PLAIN, full=True),
     _row("zbv", "tied, 50 steps", recipe=TIED, accumulation=2, full=True),
     _row("1f1b", "2 copies", ranks=4, mesh=TWO, recipe=PLAIN, full=True),
     _row("1f1b", "2 copies, tied", ranks=4, mesh=TWO, accumulation=2, recipe=SHORT_TIED),
     _row("gpipe", "2 copies", ranks=4, mesh=TWO, accumulation=2, full=True),
     _row("interleaved_1f1b", "2 copies, tied", ranks=4, mesh=TWO, recipe=SHORT_TIED, full=True),
-    _row("zbv", "2 copies, tied", ranks=4, mesh=TWO, recipe=SHORT_TIED),
+    _row("zbv", "2 copies, tied", ranks=4, mesh=TWO, recipe=SHORT_TIED, full=True),
     _row("interleaved_zero_bubble", "2 copies", ranks=4, mesh=TWO, full=True),
     _row("1f1b", "2 copies, sharded", ranks=4, mesh=SHARED, recipe=PLAIN, full=True),
-    _row("1f1b", "2 copies, sharded, tied", ranks=4, mesh=SHARED, accumulation=2, recipe=SHORT_TIED),
+    _row(
+        "1f1b", "2 copies, sharded, tied", ranks=4, mesh=SHARED, accumulation=2, recipe=SHORT_TIED, full=True
+    ),
     _row(
         "interleaved_1f1b",
         "2 copies, sharded",

@@ -72,11 +72,13 @@ def _moved(first: str, then: str, **fields: object) -> Case:
             "next_trainer": _trainer(then),
         }
     data = ParallelLayout.parse(first or then).data_count
+    # In the row of the default tests no layout divides the data further.
+    microbatches = 4 if (first, then) in MOVED else 12
     pipeline = {"pipeline": PipelineArguments(n_microbatches=3)} if "pp" in first + then else {}
     return _row(
         first or then,
         f"restarted as {then or 'one process'}" if first else "restarted after one process",
-        accumulation=12 // data,
+        accumulation=microbatches // data,
         settings=pipeline,
         **given,
     )
@@ -124,7 +126,7 @@ TENSOR_CASES = [
         settings=CHECKPOINTED,
     ),
     _row("shard=2,tp=2", "compiled blocks", settings={**BY_EYE, "torch_compile_scope": "blocks"}, full=True),
-    _row("pp=2,tp=2", "tied", recipe=replace(SHORT_TIED, steps=12, evaluated=True)),
+    _row("pp=2,tp=2", "tied", recipe=replace(SHORT_TIED, steps=12, evaluated=True), full=True),
     *(
         _row(
             "pp=2,tp=2",

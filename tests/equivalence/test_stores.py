@@ -5,12 +5,12 @@ Each rank has a proxy of its own before a real S3 server, which counts what it r
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
-import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from equivalence.table import expected, largest_deviation
 from equivalence.training import STOP_AT
 from s3_proxy import Proxy
 from s3_servers import Server, end, start_weed
+from warm_start import WarmStart
 
 from checkpoint_core import find_latest_checkpoint
 from dist_env import open_object_store
@@ -153,19 +154,42 @@ def check_bytes(proxies: list[Proxy], sizes: dict[str, int]) -> None:
         assert proxy.read(states) <= 1.15 * whole * (1 + 1 / len(proxies))
 
 
-def pretrain(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `llama-pretrain train` in a folder, as briefly as it goes."""
+Pretrain = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmStart]:
+    """Starts `llama-pretrain`, which takes longer to import than these runs train."""
+    start = WarmStart(["llama_pretrain", "trainer_core", "trainer_ddp"], os.environ)
+    yield start
+    start.close()
+
+
+@pytest.fixture
+def pretrain(warm: WarmStart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretrain:
+    """Runs `llama-pretrain train` in the folder of the test, as briefly as it goes."""
+    monkeypatch.chdir(tmp_path)
     settings = (
         "--use-cpu --sequence-length 32 --per-device-train-batch-size 2 --sample-tokens 0 --held-out 0 "
         "--warmup-steps 1"
     )
-    line = [sys.executable, "-m", "llama_pretrain", "train", *settings.split(), *words]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        line = ["-m", "llama_pretrain", "train", *settings.split(), *words]
+        out, err = tmp_path / "out", tmp_path / "err"
+        process = warm.start(line, os.environ, out, err)
+        try:
+            code = process.wait(240)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(line, code, out.read_text(), err.read_text())
+
+    return run
 
 
 @pytest.mark.parametrize("tier", ["output_dir", "remote_dir"])
 def test_a_lost_directory_continues_the_same_run_or_none(
-    proxies: list[Proxy], tmp_path: Path, tier: str
+    proxies: list[Proxy], pretrain: Pretrain, tmp_path: Path, tier: str
 ) -> None:
     address = f"s3://tests/{uuid.uuid4().hex[:12]}/run"
     where = (
@@ -179,12 +203,12 @@ def test_a_lost_directory_continues_the_same_run_or_none(
             (tmp_path / folder / f"{number}.txt").write_text(
                 f"the text of {folder} number {number}, to learn"
             )
-    first = pretrain(*where, "--data", "one", "--max-steps", "2", folder=tmp_path)
+    first = pretrain(*where, "--data", "one", "--max-steps", "2")
     assert first.returncode == 0, first.stderr
     shutil.rmtree(tmp_path / "runs")
     for wrong in (["--data", "other"], ["--data", "one", "--document-attention"]):
-        refused = pretrain(*where, *wrong, "--max-steps", "4", folder=tmp_path)
+        refused = pretrain(*where, *wrong, "--max-steps", "4")
         assert refused.returncode != 0
         assert f"differs from the run in {address}" in refused.stderr
-    second = pretrain(*where, "--data", "one", "--max-steps", "4", folder=tmp_path)
+    second = pretrain(*where, "--data", "one", "--max-steps", "4")
     assert f"resumed from {address}/checkpoint-2 at step 2" in second.stderr

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 WAITS = 120
-"""Seconds; ranks wait 40 for one another."""
+"""Seconds that ranks wait for one another."""
 DOING = ("training", "evaluating", "generating")
 ERROR = "StageError: the 7th call of this block is one too many"
 OF_TORCH = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"
