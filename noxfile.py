@@ -71,6 +71,8 @@ LEFT_TO_FULL = {
     *("tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"),
     *("tests-trainer-core-mlflow", "tests-trainer-core-wandb", "tests-trainer-pipeline-quant"),
 }
+# Sessions of an extra whose tests wait for servers and lost ranks most of the time: two at a time there, too.
+WAITING = {"tests-checkpoint-core-remote"}
 # Packages whose wheels are always installed alone: without torch, and on top of most others, with ranks.
 ALONE = ["hardware-table", "trainer-pipeline"]
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
@@ -274,8 +276,9 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
 
     def tests(session: nox.Session) -> None:
         install_package(session, package, extra)
-        # One at a time: what two processes would import takes longer than these tests.
-        session.run(*PYTEST_ALONE, folder, *session.posargs, env=ENV)
+        # One at a time, mostly: what two processes would import takes longer than these tests.
+        pytest = PYTEST if name in WAITING else PYTEST_ALONE
+        session.run(*pytest, folder, *session.posargs, env=ENV)
 
     tests.__doc__ = f"Test {package} together with `{extra}`."
     name = f"tests-{package}-{extra}"
