@@ -29,10 +29,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ring, documents": {"length": 23, "documents": [1, 11, 3, 8], "exchange": "ring"},
     "ring, a few queries at a time": {"length": 32, "documents": [9, 23], "exchange": "ring", "mask": 128},
     "flex": {"length": 17, "kernel": "flex"},
-    "flex, documents": {"length": 600, "documents": [7, 391, 202], "kernel": "flex"},
+    "flex, documents": {"length": 400, "documents": [7, 261, 132], "kernel": "flex"},
     "flex, ring, documents": {
-        "length": 600,
-        "documents": [260, 139, 201],
+        "length": 400,
+        "documents": [173, 93, 134],
         "exchange": "ring",
         "kernel": "flex",
     },
