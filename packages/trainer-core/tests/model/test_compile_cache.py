@@ -35,6 +35,7 @@ def _key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 PROGRAM = """
 import json, os, sys, torch
+from dataclasses import replace
 from torch import nn
 from trainer_core import Trainer, TrainingArguments
 
@@ -65,10 +66,14 @@ args = TrainingArguments(
 )
 trainer = Trainer(args, model_init=Model, train_dataset=Rows(), callbacks=[Seen()])
 trainer.train()
+plain = replace(args, torch_compile=False, torch_compile_cache_dir=None, output_dir=output + "-eager")
+eager = Trainer(plain, model_init=Model, train_dataset=Rows(), callbacks=[])
+eager.train()
 # Private to torch: if it goes, this program fails, and another way to see a hit must be found.
 from torch._dynamo.utils import counters
 print(json.dumps({
     "loss": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    "eager": [entry["loss"] for entry in eager.state.log_history if "loss" in entry],
     "hits": counters["inductor"]["fxgraph_cache_hit"], "misses": counters["inductor"]["fxgraph_cache_miss"],
     "variable": os.environ["TORCHINDUCTOR_CACHE_DIR"],
 }))
@@ -106,6 +111,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, obj
 def test_a_restart_finds_what_was_compiled(first: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     cache, before = first
     assert (before["hits"], before["misses"]) == (0, 2)
+    assert before["loss"] == pytest.approx(before["eager"], rel=1e-5), "inductor computes what eager does"
     assert before["kept_after_step_1"], "a run that is killed later has kept it"
     assert [path.name for path in cache.iterdir()] == ["rank-00000.zip"]
     written = (cache / "rank-00000.zip").stat()
