@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="module")
-def notes(launch: Callable[..., list[Any]]) -> list[dict[str, Any]]:
-    ranks = launch("synchronized_equal.py", 4, timeout=60)
+@pytest.fixture(scope="module", params=["all", "few"])
+def notes(launch: Callable[..., list[Any]], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Of ranks that connect to all others, and as among many ranks to few."""
+    ranks = launch("synchronized_equal.py", 4, request.param, timeout=120)
     assert [rank.code for rank in ranks] == [0] * 4, [rank.err for rank in ranks]
     return [rank.note for rank in ranks]
 

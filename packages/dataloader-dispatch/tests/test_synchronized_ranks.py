@@ -8,9 +8,10 @@ import pytest
 Notes = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def ranks(launch: Callable[..., list[Any]]) -> list[Any]:
-    return launch("synchronized_four.py", 4, timeout=60)
+@pytest.fixture(scope="module", params=["all", pytest.param("few", marks=pytest.mark.full)])
+def ranks(launch: Callable[..., list[Any]], request: pytest.FixtureRequest) -> list[Any]:
+    """Ranks that connect to all others, and as among many ranks to few."""
+    return launch("synchronized_four.py", 4, request.param, timeout=120)
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ def test_six_ranks_exchange_values_and_name_a_killed_one(launch: Callable[..., A
         assert seen["names"] == [f"rank {each} ({HOST})" for each in range(6)]
         assert seen["short"] == [{"rank": each} for each in range(6)]
         assert seen["equal"] == ["same"] * 6
+        assert (seen["largest"], seen["none"]) == ([5, 9, 1, 0], [])
         assert seen["some"] == ["even", None] * 3
         assert seen["long"] == [1000 + 1_000_000 * each for each in range(6)]
         if rank in (0, 2):

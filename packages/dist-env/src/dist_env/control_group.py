@@ -191,6 +191,41 @@ class ControlGroup:
                 values[begin:end] = [given] * (end - begin)
         return values
 
+    @property
+    def is_mesh(self) -> bool:
+        """Whether each rank is connected to all: up to 128 are."""
+        return self.size <= _MOST_CONNECTED
+
+    def largest(self, doing: str, values: bytes) -> bytes:
+        """The largest byte of all ranks at each place. Collective.
+
+        The ranks form the tree of `gather`: 2 log2 N messages of N ranks follow one another. Those of
+        `all_reduce_max`, which goes on by itself while the ranks do something else, are 2 (N - 1).
+
+        Args:
+            doing: What the ranks are doing, for the message.
+            values: As many on each rank.
+
+        Raises:
+            RankFailedError: A rank is lost.
+        """
+        if self.size == 1:
+            return values
+        most = torch.tensor([1, *values], dtype=torch.uint8)  # what arrives is told by its first byte
+        arrivals = [self._receive(doing, child, len(most)) for child, _ in below(self.index, self.size)]
+        for arrival in arrivals:
+            self.wait(doing, cast(dist.Work, arrival))
+            most = torch.maximum(most, torch.frombuffer(arrival.memory, dtype=torch.uint8))
+        try:
+            answer = most.clone()
+            send = self._connected().send([most], above(self.index), _GATHER_TAG) if self.index else None
+            work = self.broadcast(answer, 0)
+        except RuntimeError as error:
+            raise self._refused(doing, error) from error
+        self.wait(doing, work)
+        del send  # whoever got it has answered
+        return bytes(answer[1:].tolist())
+
     def wait(self, doing: str, work: dist.Work) -> None:
         """Wait for an exchange of the group to end.
 
@@ -235,7 +270,7 @@ class ControlGroup:
         Raises:
             RankFailedError: A rank is lost.
         """
-        if self.size <= _MOST_CONNECTED:
+        if self.is_mesh:
             return
         # In one order of all pairs, so that no ranks wait for one another in a circle.
         for index in sorted(set(indices) - {self.index}, key=lambda other: sorted((self.index, other))):

@@ -61,6 +61,8 @@ def six(env: DistributedEnvironment) -> None:
     notes["names"] = [group.name(index) for index in range(6)]
     notes["short"] = group.gather("saying hello", {"rank": env.rank})
     notes["equal"] = group.gather("saying the same", "same")
+    notes["largest"] = list(group.largest("comparing", bytes([env.rank, 9 - env.rank, env.rank % 2, 0])))
+    notes["none"] = list(group.largest("comparing", b""))
     notes["some"] = group.gather("saying something", "even" if env.rank % 2 == 0 else None)
     notes["long"] = [len(text) for text in group.gather("sending", "x" * (1000 + 1_000_000 * env.rank))]
     barrier(env, process_group=group, timeout=60, tag="between")

@@ -98,7 +98,9 @@ class Exchange(ControlGroup):
         """
         own = Flags(has and not failed, not has and not failed, failed)
         self._flags = torch.tensor([*own, *digests], dtype=torch.uint8)
-        self._work = self.all_reduce_max(self._flags)
+        # Among many ranks they pass through a tree, when they are waited for: through all ranks, one after
+        # another, would take longer than a step in which it could hide.
+        self._work = self.all_reduce_max(self._flags) if self.is_mesh else None
 
     def wait_flags(self) -> Flags:
         """What the ranks have said.
@@ -106,10 +108,12 @@ class Exchange(ControlGroup):
         Raises:
             RankFailedError: A rank is lost.
         """
+        doing = "agreeing on the end of data"
         if self._work is not None:
-            self.wait("agreeing on the end of data", self._work)
+            self.wait(doing, self._work)
         self._work = None
-        has, ended, failed, *digests = self._flags.tolist()
+        flags = bytes(self._flags.tolist())
+        has, ended, failed, *digests = flags if self.is_mesh else self.largest(doing, flags)
         self.digests = bytes(digests)
         return Flags(bool(has), bool(ended), bool(failed))
 
