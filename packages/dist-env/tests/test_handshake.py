@@ -71,6 +71,15 @@ def test_missing_ranks_are_named_on_every_rank(store: Any) -> None:
     assert "rank 1, rank 3" in str(two.exception())
 
 
+def test_of_thousands_of_missing_ranks_some_are_named(store: Any) -> None:
+    [alone] = meet(store, [record(0, 2048)], timeout=0.3)
+    error = alone.exception()
+    assert "2047 of 2048 ranks did not arrive: rank 1, rank 2, " in str(error)
+    assert str(error).endswith(", rank 16 and 2,031 more.")
+    assert isinstance(error, RankTimeoutError)
+    assert len(error.missing) == 2047
+
+
 def test_one_rank_twice(store: Any) -> None:
     twins = [record(1, token="x"), record(1, token="y", pid=7, host="other")]
     zero, *others = meet(store, [record(0), *twins])

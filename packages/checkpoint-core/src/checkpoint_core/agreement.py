@@ -376,8 +376,9 @@ class RankAgreement:
 
     def _lost(self, phase: str, error: RankFailedError | RankTimeoutError) -> LostRankError:
         if isinstance(error, RankTimeoutError):
-            missing = ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
-            reason = f"no answer within {self._timeout_seconds:g} s from {missing}"
+            names = [f"rank {rank} ({host})" for rank, host in sorted(error.missing.items())]
+            more = f" and {len(names) - 16:,} more" if len(names) > 16 else ""
+            reason = f"no answer within {self._timeout_seconds:g} s from {', '.join(names[:16])}{more}"
             advice = (
                 ". Look at the log of that rank. If it is only slow, raise CheckpointConfig.timeout_seconds"
             )

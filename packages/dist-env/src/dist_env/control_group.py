@@ -21,7 +21,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dist_env.coordination import UNKNOWN_HOST, current_coordinator
 from dist_env.encoding import decode_value, encode_value
-from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
+from dist_env.errors import (
+    DistributedEnvironmentError,
+    RankFailedError,
+    RankTimeoutError,
+    listed,
+    one_line,
+)
 from dist_env.gather_tree import BYTES_PER_VALUE, Table, Unread, above, below, beside, merge, read_table
 
 T = TypeVar("T")
@@ -319,7 +325,7 @@ class ControlGroup:
                 None,
             )
         if missing:
-            named = ", ".join(self.name(index) for index in missing)
+            named = listed(self.name(index) for index in missing)
             return RankFailedError(
                 f"{doing}: a connection broke, and within {seconds:g} s no answer came from {named}: "
                 f"{one_line(reason)}. Look at the log of that rank.",
@@ -358,7 +364,7 @@ class ControlGroup:
         try:
             self._meet(doing)
         except RankTimeoutError as error:
-            named = ", ".join(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
+            named = listed(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
             raise RankFailedError(
                 f"{doing}: within timeout_seconds={self.timeout_seconds:g} no answer came from {named}. "
                 "Look at the log of that rank.",

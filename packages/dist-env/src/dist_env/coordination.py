@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
-from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
+from dist_env.errors import (
+    DistributedEnvironmentError,
+    RankFailedError,
+    RankTimeoutError,
+    listed,
+    one_line,
+)
 from dist_env.flight_recorder import dump_trace
 from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment
 
@@ -245,7 +251,7 @@ class Coordinator:
 
     def _late(self, late: list[int], total: int, what: str) -> RankTimeoutError:
         hosts = {rank: self.host_of(rank) for rank in late}
-        named = ", ".join(f"rank {rank} ({host})" for rank, host in hosts.items())
+        named = listed(f"rank {rank} ({host})" for rank, host in hosts.items())
         return RankTimeoutError(
             f"{what} passed on rank {self.record.rank} on {self.record.host}; "
             f"{len(late)} of {total} ranks did not arrive: {named}.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class DistributedEnvironmentError(ValueError):
@@ -36,6 +36,16 @@ class RankFailedError(RuntimeError):
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+_MOST_NAMED = 16
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message, the first 16 of them: a job may miss thousands of ranks at once."""
+    several = list(names)
+    more = len(several) - _MOST_NAMED
+    return ", ".join(several[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def one_line(reason: object) -> str:

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 from torch import distributed as dist
 
 from dist_env.coordination import UNKNOWN_HOST, Coordinator, RankRecord, lost_store, prefix_store
-from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, one_line
+from dist_env.errors import (
+    DistributedEnvironmentError,
+    RankFailedError,
+    RankTimeoutError,
+    listed,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -181,7 +187,7 @@ def check_agreement(records: Mapping[int, RankRecord]) -> None:
 
 def late_joiners(record: RankRecord, missing: Sequence[int], timeout: float) -> RankTimeoutError:
     """The error of a rank that waited in vain for others to join."""
-    named = ", ".join(f"rank {rank}" for rank in missing)
+    named = listed(f"rank {rank}" for rank in missing)
     return RankTimeoutError(
         f"joining the job: init_timeout={timeout:g} s passed on rank {record.rank} on {record.host}; "
         f"{len(missing)} of {record.world_size} ranks did not arrive: {named}.",

@@ -21,7 +21,7 @@ from typing import Literal
 from torch import distributed as dist
 
 from dist_env.coordination import Coordinator, coordinator_of
-from dist_env.errors import DistributedEnvironmentError, RankFailedError, one_line
+from dist_env.errors import DistributedEnvironmentError, RankFailedError, listed, one_line
 from dist_env.interface import DistributedEnvInterface, is_alone
 
 # How often a rank looks whether it is asked: an answer comes this late, at most.
@@ -257,7 +257,7 @@ class Liveness:
         return verdict
 
     def _sentence(self, state: _State, ranks: list[int], seconds: float) -> str:
-        named = ", ".join(map(self._name, ranks))
+        named = listed(map(self._name, ranks))
         one = len(ranks) == 1
         if state == "silent":
             return (

@@ -24,7 +24,7 @@ from torch.autograd import profiler
 
 from dist_env.collectives import training_timeout
 from dist_env.coordination import Coordinator, coordinator_of
-from dist_env.errors import DistributedEnvironmentError
+from dist_env.errors import DistributedEnvironmentError, listed
 from dist_env.interface import DistributedEnvInterface
 
 _FAN_OUT = 16
@@ -258,7 +258,7 @@ def accept(
                 continue
             look()
             if time.monotonic() >= end:
-                named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in sorted(missing))
+                named = listed(f"rank {rank} ({hosts[rank]})" for rank in sorted(missing))
                 raise dist.DistNetworkError(f"{named} did not connect within {seconds:g} s")
     return [links[rank] for rank in sorted(links)]
 
