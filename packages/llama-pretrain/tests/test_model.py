@@ -113,6 +113,27 @@ def test_the_norm_has_the_gradients_of_its_formula_and_keeps_its_input_alone(
         torch.testing.assert_close(mine.double(), right, rtol=tolerance, atol=tolerance * 20)
 
 
+def test_the_norm_is_differentiated_in_every_way_torch_has() -> None:
+    norm = RMSNorm(24, eps=1e-3)
+    torch.nn.init.uniform_(norm.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(4))
+
+    def formula(x: Tensor) -> Tensor:
+        return norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
+
+    x, along = torch.randn(2, 4, 24, generator=torch.Generator().manual_seed(5))
+    for ways in (
+        lambda of: torch.func.grad(lambda x: of(x).sin().sum())(x),
+        lambda of: torch.func.vmap(torch.func.grad(lambda x: of(x).sin().sum()))(x),
+        lambda of: torch.func.jvp(of, (x,), (along,))[1],
+        lambda of: torch.func.hessian(lambda x: of(x).sin().sum())(x[0]),
+        lambda of: torch.autograd.grad(of(x.requires_grad_()).sin().sum(), x)[0],
+    ):
+        torch.testing.assert_close(ways(norm), ways(formula), rtol=1e-5, atol=1e-5)
+    norm.weight.requires_grad_(False)
+    norm(x[0].detach().requires_grad_()).sum().backward()
+    assert norm.weight.grad is None
+
+
 @pytest.mark.parametrize("pieces", [[60], [1] * 60, [7, 1, 30, 1, 21]])
 def test_the_cache_changes_nothing(small_model: Llama, pieces: list[int]) -> None:
     ids = _ids()

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +79,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed `x`, in the shape and dtype of `x` `[..., size]`."""
+        if torch.compiler.is_compiling():  # which decides itself what to keep
+            return _normed(x, self.weight, self.eps)
         normed: Tensor = _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return normed
 
 
 class _NormedContext(FunctionCtx):
     saved_tensors: tuple[Tensor, Tensor]
+    needs_input_grad: tuple[bool, bool, bool]
     eps: float
 
 
@@ -93,23 +97,52 @@ class _Normed(torch.autograd.Function):
     Torch's own gradient of these operators keeps three tensors of that size, and takes twice the time.
     """
 
-    @staticmethod
-    def forward(ctx: _NormedContext, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return weight * (x.float() * _inverse_rms(x, eps)).to(x.dtype)
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx: _NormedContext, *outer: Tensor) -> tuple[Tensor, Tensor, None]:
-        # With n = x * scale: d scale / d x = -scale^2 * n / size, so d n = scale * (d x - n * mean(n * d x)).
-        # All of it can be differentiated again: a scale from the forward pass would be a constant here.
+    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _normed(x, weight, eps)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        x, weight, eps = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+        cast("_NormedContext", ctx).eps = eps
+
+    # With n = x * scale: d scale / d x = -scale^2 * n / size, so d n = scale * (d x - n * mean(n * d x)), in
+    # both directions. All of it can be differentiated again: a scale that was kept would be a constant here.
+
+    @staticmethod
+    def backward(ctx: _NormedContext, *outer: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,), (x, weight) = outer, ctx.saved_tensors
         scale = _inverse_rms(x, ctx.eps)
         normed = x.float() * scale
-        of_weight = (grad * normed.to(x.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
-        of_normed = (grad * weight).to(x.dtype).float()
-        along = (of_normed * normed).mean(-1, keepdim=True)
-        return ((of_normed - normed * along) * scale).to(x.dtype), of_weight, None
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = _change(normed, scale, (grad * weight).to(x.dtype).float()).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = (grad * normed.to(x.dtype)).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        return of_x, of_weight, None
+
+    @staticmethod
+    def jvp(ctx: _NormedContext, *tangents: Tensor | None) -> Tensor:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, _ = tangents
+        scale = _inverse_rms(x, ctx.eps)
+        normed = x.float() * scale
+        change = torch.zeros_like(normed) if of_x is None else _change(normed, scale, of_x.float())
+        result = weight * change.to(x.dtype)
+        return result if of_weight is None else result + of_weight * normed.to(x.dtype)
+
+
+def _change(normed: Tensor, scale: Tensor, given: Tensor) -> Tensor:
+    along = (given * normed).mean(-1, keepdim=True)
+    return (given - normed * along) * scale
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * (x.float() * _inverse_rms(x, eps)).to(x.dtype)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
