@@ -185,6 +185,8 @@ def test_an_open_span_leaves_the_first_rows_of_an_epoch(world_size: int, workers
 def test_an_epoch_that_is_skipped_whole_is_passed_over() -> None:
     stream = stream_of([[1, 2, 3]] * 9, skip=[RowSpan(epoch=0, start=0, stop=1000)])
     assert (list(stream), stream.epoch) == ([], 1)
+    with pytest.raises(DataError, match="no row can be made: the 2 documents hold no text"):
+        list(stream_of([[], []], skip=[RowSpan(epoch=0, start=5, stop=None)]))
     assert len(tokens_of(stream)) == 36
 
 

@@ -79,6 +79,10 @@ def test_as_many_rows_are_evaluated_as_asked_for_whatever_the_ranks(tmp_path: Pa
         for rank in range(2)
     ]
     assert sorted(shares[0] + shares[1]) == sorted(first)
+    by_steps = replace(few, max_eval_samples=512, max_eval_steps=1)
+    assert _rows_of(evaluation_loader, by_steps, StaticDistributedEnvironment()) == everything
+    with pytest.raises(ConfigurationError, match="max_eval_samples=7 has no effect beside max_eval_steps=1"):
+        replace(few, max_eval_steps=1).check()
     with pytest.raises(ConfigurationError, match="max_eval_samples=0 must be at least 1, or none"):
         replace(args, max_eval_samples=0).check()
 

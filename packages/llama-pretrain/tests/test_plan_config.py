@@ -228,7 +228,7 @@ def test_each_rank_of_a_pipeline_is_planned(
 
 
 def test_a_pipeline_that_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    layout = ["--config", "tiny-pipeline", "--gpu-memory", "1.1"]
+    layout = ["--config", "tiny-pipeline", "--gpu-memory", "1.08"]
     assert main(["plan", *layout, "--sequence-length", "1024"]) == 0
     told = capsys.readouterr().out
     assert "does not fit: needs" in told
@@ -237,7 +237,7 @@ def test_a_pipeline_that_does_not_fit_is_told_with_what_would(capsys: pytest.Cap
     # Two ranks with four rows each do what the pipeline of two did with eight.
     assert "--per-device-train-batch-size 4" in command
     options = command.partition(" train ")[2].split()
-    assert main(["plan", *options, "--gpu-memory", "1.1", "--sequence-length", "1024"]) == 0
+    assert main(["plan", *options, "--gpu-memory", "1.08", "--sequence-length", "1024"]) == 0
     assert "\nfits: needs " in capsys.readouterr().out
 
 

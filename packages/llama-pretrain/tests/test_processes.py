@@ -154,7 +154,8 @@ def test_one_curve_from_one_process_over_two_and_back(
     assert main([*GENERATE_AS_AT_THE_END, "--checkpoint", checkpoint]) == 0
     assert "".join(capsys.readouterr().out.split()) in "".join(shown.split())
     files = {path.name for path in (work / "relay").iterdir() if path.is_file()}
-    assert files == {"trainer_logs.json", "loss_curve.png", "config.yaml", "run.json", "sessions.json"}
+    known = {"trainer_logs.json", "loss_curve.png", "config.yaml", "run.json", "sessions.json"}
+    assert files == {*known, ".started-by.json"}, "which tells a restart by torchrun that the run has begun"
     assert (work / "relay" / "checkpoint-18" / "manifest.json").is_file()
 
     shown = _trained(start, _words(work, "relay", "--mesh", "tp=2", "--max-steps", "24"))

@@ -43,6 +43,16 @@ def test_the_same_run_goes_on_and_changes_are_told(tmp_path: Path) -> None:
     assert directory.arguments() == longer
 
 
+def test_a_run_that_evaluated_all_rows_is_told_that_it_evaluates_some(tmp_path: Path) -> None:
+    directory, args = _begun(tmp_path)
+    (directory.path / "checkpoint-5").mkdir()
+    path = directory.path / "config.yaml"
+    before = yaml.safe_load(path.read_text())
+    del before["max_eval_samples"]  # as versions did that did not know it
+    path.write_text(yaml.safe_dump(before))
+    assert directory.begin(args, SUBJECT) == {"max_eval_samples": (None, 512)}
+
+
 def test_changes_within_a_group_are_told_one_by_one(tmp_path: Path) -> None:
     directory, args = _begun(tmp_path, trainer="ddp", lr_scheduler_kwargs={"min_lr_rate": 0.2})
     (directory.path / "checkpoint-5").mkdir()

@@ -277,8 +277,9 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
             DataError: This is the only rank. With several, the others may have rows, and a warning is logged.
         """
         epoch = position.cursor.epoch
+        # Nothing is known of what was skipped; a span that leaves the first row leaves an epoch that has any.
         if not position.cursor.at_start(position.own_streams) or any(
-            span.epoch == epoch for span in self.skip
+            span.holds(epoch, 0) for span in self.skip
         ):
             return
         held = "no text"

@@ -94,7 +94,8 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
     held_out: float = 0.02
     """Share of the documents kept for evaluation; 0: none, and no evaluation."""
     max_eval_samples: int | None = 512
-    """Rows of the documents kept for evaluation that are evaluated at most, by all processes; none: all."""
+    """Rows of the documents kept for evaluation that are evaluated at most, by all processes; none: all. It
+    does not apply beside max_eval_steps."""
     prompt: str = "def "
     """Text that the sample at the end of the run continues."""
     sample_tokens: int = 120
@@ -187,6 +188,14 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
                 "must be at least 1, or none for all rows",
                 "raise it, or use held_out=0 for no evaluation",
             )
+        usual = self.max_eval_samples in (None, PretrainArguments.max_eval_samples)
+        if self.max_eval_steps > 0 and not usual:
+            raise ConfigurationError(
+                "max_eval_samples",
+                self.max_eval_samples,
+                f"has no effect beside max_eval_steps={self.max_eval_steps}",
+                "leave one of them out",
+            )
         if self.sample_tokens < 0:
             raise ConfigurationError(
                 "sample_tokens", self.sample_tokens, "must be 0 or more", "use 0 for no sample"
@@ -195,6 +204,11 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
             raise ConfigurationError(
                 "prompt", self.prompt, "must not be empty", "give a text, or sample_tokens=0"
             )
+
+    @property
+    def rows_evaluated(self) -> int | None:
+        """How many rows an evaluation has at most, of all processes; None: as many as there are."""
+        return None if self.max_eval_steps > 0 else self.max_eval_samples
 
     @property
     def starts_fresh(self) -> bool:

@@ -107,7 +107,7 @@ def evaluation_loader(
     """
     shards = min(len(documents), _EVALUATION_SHARDS)
     reader = _EVERYTHING if args.dispatches_evaluation else _reader(args, env)
-    most = args.max_eval_samples
+    most = args.rows_evaluated
     rest = [] if most is None else [RowSpan(epoch=0, start=most, stop=None)]
     rows = _rows(documents, tokenizer, args, 0, shards, reader, rest)
     return StreamLoader(rows, args.per_device_eval_batch_size, pin_memory=env.device_type != "cpu")

@@ -99,6 +99,8 @@ _SETTINGS_OF_A_RUN = (
 )
 _AS_BEFORE: Mapping[str, object] = {"document_attention": False}
 """What a run has done whose version did not know the setting."""
+_UNKNOWN_BEFORE: Mapping[str, object] = {"max_eval_samples": None}
+"""The same of settings that may change."""
 _MODEL_AS_BEFORE: Mapping[str, object] = {"rope_scaling": None}
 """The same of its model."""
 _STORE_TIMEOUT_SECONDS = 600.0
@@ -339,11 +341,9 @@ class RunDirectory:
         if not (self.path / CONFIG_NAME).is_file():
             return {}
         now = _with_epochs(settings_by_name(asdict(args)))
-        # Settings that did not exist at the last start were at their defaults.
-        before = _with_epochs(
-            settings_by_name(asdict(PretrainArguments()))
-            | settings_by_name(load_config_file(self.path / CONFIG_NAME))
-        )
+        # Settings that did not exist at the last start were at their defaults, or at what was done then.
+        usual = {**settings_by_name(asdict(PretrainArguments())), **_UNKNOWN_BEFORE}
+        before = _with_epochs(usual | settings_by_name(load_config_file(self.path / CONFIG_NAME)))
         unsaid = {*_NOT_WORTH_SAYING, *names_said_by_mesh(before, now)}
         return {
             name: (before.get(name), value)
