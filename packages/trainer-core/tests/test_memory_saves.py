@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
-from trainer_core import ConfigurationError, Trainer
+from trainer_core import ConfigurationError, Trainer, TrainingArguments
 from trainer_core.memory_tier import RESTARTS_VARIABLE, has_memory_checkpoint, memory_directory
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses memory of Linux")
@@ -92,6 +94,84 @@ def test_a_run_that_is_at_its_end_in_memory_saves_it_on_storage(
     trainer.train()
     assert (trainer.state.session_start_step, trainer.saved_step) == (4, 4)
     assert [path.name for path in trainer.args.run_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def start_again(monkeypatch: pytest.MonkeyPatch, args: TrainingArguments, *, damaged: bool) -> None:
+    """Let this process pass for a later start of the job, whose checkpoints in memory may be damaged."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    directory = memory_directory(args)
+    assert directory is not None
+    for path in directory.path.glob("checkpoint-*/*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 255 * damaged  # of its size still
+        path.write_bytes(content)
+
+
+def test_a_checkpoint_to_begin_from_is_begun_from_again_where_none_in_memory_is_good(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(RESTARTS_VARIABLE, "3")
+    make_trainer(max_steps=2, save_strategy="steps", output_dir=str(tmp_path / "before")).train()
+    source = tmp_path / "before" / "checkpoint-2"
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 9, "memory_save_steps": 1}
+    settings |= {"resume_from_checkpoint": str(source), "output_dir": str(tmp_path / "run")}
+    first = make_trainer(**settings, callbacks=[LoseAt(5)])
+    with pytest.raises(LostError):
+        first.train()
+    start_again(monkeypatch, first.args, damaged=True)
+    second = make_trainer(**settings)
+    second.train()
+    assert second.state.session_start_step == 2
+    assert second.checkpoint_manager.loaded is not None
+    assert second.checkpoint_manager.loaded.path == source
+
+
+@pytest.mark.parametrize("construct_model_on", ["default", "meta"])
+def test_initial_weights_are_begun_with_again_where_no_checkpoint_is_good(
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    construct_model_on: str,
+) -> None:
+    monkeypatch.setenv(RESTARTS_VARIABLE, "3")
+    source = make_trainer(max_steps=2, output_dir=str(tmp_path / "before"))
+    source.train()
+    source.save_model(str(tmp_path / "weights"))
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 9, "memory_save_steps": 1}
+    settings |= {"output_dir": str(tmp_path / "run"), "construct_model_on": construct_model_on}
+    weights = {"with_trainer": {"initial_weights": tmp_path / "weights"}}
+    first = make_trainer(**settings, **weights, callbacks=[LoseAt(3)])
+    with pytest.raises(LostError):
+        first.train()
+    start_again(monkeypatch, first.args, damaged=True)
+    begun: list[dict[str, torch.Tensor]] = []
+
+    class Look:
+        def on_train_begin(self, args: object, state: object, control: object, **given: object) -> None:
+            begun.append({name: each.clone() for name, each in given["model"].state_dict().items()})  # type: ignore[attr-defined]
+
+    second = make_trainer(**settings, **weights, callbacks=[Look()])
+    second.train()
+    assert second.state.session_start_step == 0
+    for name, value in source.model.state_dict().items():
+        torch.testing.assert_close(begun[0][name], value)
+
+
+def test_a_run_with_checkpoints_in_memory_alone_leaves_those_of_another_run_on_storage(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RESTARTS_VARIABLE, "3")
+    make_trainer(max_steps=5, save_strategy="steps").train()
+    settings = {"max_steps": 6, "save_strategy": "no", "memory_save_steps": 1}
+    settings["resume_from_checkpoint"] = False
+    first = make_trainer(**settings, callbacks=[LoseAt(3)])
+    with pytest.raises(LostError):
+        first.train()
+    start_again(monkeypatch, first.args, damaged=False)
+    second = make_trainer(**settings)
+    second.train()
+    assert second.state.session_start_step == 2
+    assert (second.args.run_path / "checkpoint-5").is_dir()
 
 
 @pytest.mark.parametrize("value", [None, "0"])

@@ -18,13 +18,7 @@ from checkpoint_core.manifest import STATE_FORMAT, WEIGHTS_FORMAT, ComponentPart
 from checkpoint_core.model_state import ModelState, OptimizerState, check_tie
 from checkpoint_core.peers import Peers, file_finder
 from checkpoint_core.selection import Chosen, newest_in_memory, select_checkpoint
-from checkpoint_core.tensor_files import (
-    FORMAT_ENTRY,
-    FileLayout,
-    JsonSpec,
-    TensorFileReader,
-    TensorSpec,
-)
+from checkpoint_core.tensor_files import FORMAT_ENTRY, FileLayout, JsonSpec, TensorFileReader, TensorSpec
 
 Fills = Sequence[tuple[str, torch.Tensor]]
 
@@ -401,6 +395,7 @@ def load(
     *,
     continues: bool = True,
     memory: tuple[RankAgreement, Plan, Path] | None = None,
+    only_memory: bool = False,
 ) -> tuple[LoadedCheckpoint, Manifest] | None:
     """Choose a checkpoint, verify it and restore its components. Collective.
 
@@ -412,8 +407,9 @@ def load(
         remote_dir: A second tier.
         peers: The nodes, where they keep checkpoints together.
         continues: Whether the run continues from it, which a warning tells of where later ones are there.
-        memory: The tier in memory: its ranks, who reads what there, and its directory. The newest good
-            checkpoint of all tiers is taken, of one step that in memory.
+        memory: The tier in memory, whose checkpoint of a step is preferred: its ranks, who reads what there,
+            and its directory.
+        only_memory: Whether the other tiers are left out.
 
     Returns:
         What was loaded, or None when there is nothing to load.
@@ -421,10 +417,10 @@ def load(
     Raises:
         CheckpointError: On every rank, when any failed.
     """
-    held = None if memory is None else newest_in_memory(memory[0], memory[2])
-    chosen = select_checkpoint(
-        ranks, output_dir, path, remote_dir, continues=continues, above=held and held.manifest.step
-    )
+    held, chosen = None if memory is None else newest_in_memory(memory[0], memory[2]), None
+    if not only_memory:
+        above = held and held.manifest.step
+        chosen = select_checkpoint(ranks, output_dir, path, remote_dir, continues=continues, above=above)
     if chosen is None and held is not None and memory is not None:
         (ranks, plan, _), chosen, peers = memory, held, None
     if chosen is None:

@@ -296,7 +296,9 @@ class CheckpointManager:
         """Deprecated: does nothing but warn. The first asynchronous save allocates its memory."""
         warnings.warn("reserve_staging() does nothing any more", DeprecationWarning, stacklevel=2)
 
-    def load_checkpoint(self, path: str | Path | None = None) -> LoadedCheckpoint | None:
+    def load_checkpoint(
+        self, path: str | Path | None = None, *, only_memory: bool = False
+    ) -> LoadedCheckpoint | None:
         """Verify a checkpoint and restore every component from it. Collective.
 
         Sizes and checksums of all files are compared first, each rank reading its share. Then all components
@@ -306,6 +308,7 @@ class CheckpointManager:
         Args:
             path: The checkpoint. None takes the newest good one of all tiers, of one step that in memory;
                 damaged ones are passed over with a warning.
+            only_memory: Look for it in memory alone, where the other tiers may hold those of another run.
 
         Returns:
             What was loaded, or None when ``path`` is None and there is no checkpoint.
@@ -323,13 +326,19 @@ class CheckpointManager:
         plan = make_plan("loading a checkpoint", self._ranks, self._provider, lambda: what)
         tier, memory, held = self._tier, self._memory, None
         if memory is not None and wanted is None:
-            held = (
-                memory.ranks,
-                make_plan("loading a checkpoint", memory.ranks, self._provider, lambda: what),
-                memory.directory,
-            )
+            theirs = make_plan("loading a checkpoint", memory.ranks, self._provider, lambda: what)
+            held = (memory.ranks, theirs, memory.directory)
         remote = None if tier is None else tier.place
-        result = load(self._ranks, plan, self._output_dir, wanted, remote, self._peers, memory=held)
+        result = load(
+            self._ranks,
+            plan,
+            self._output_dir,
+            wanted,
+            remote,
+            self._peers,
+            memory=held,
+            only_memory=only_memory,
+        )
         if result is None:
             return None
         loaded, manifest = result

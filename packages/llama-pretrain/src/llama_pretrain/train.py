@@ -70,7 +70,7 @@ def train(args: PretrainArguments) -> int:
     env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu or args.device == "cpu")
     check_processes(args.trainer, args.mesh, env.world_size)
     with ExitStack() as connected:
-        is_restart = False
+        is_restart, told = False, args
         if may_start_again():
             # What an earlier start of the job has begun, all ranks know before one looks at the directory.
             connected.enter_context(env)
@@ -84,7 +84,8 @@ def train(args: PretrainArguments) -> int:
         # built the trainer, none checks the directory any more, and rank 0 may write to it.
         if not may_start_again():
             connected.enter_context(env)
-        trainer = build_trainer(experiment, env)
+        # The trainer finds out for itself, and knows what to begin with if no checkpoint of the run is good.
+        trainer = build_trainer(replace(experiment, args=told), env)
         trainer.ranks.check_same(experiment.subject)
         with trainer.owns_output_dir():
             report_ownership()

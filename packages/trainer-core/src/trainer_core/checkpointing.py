@@ -33,7 +33,7 @@ from .arguments.config import Changes
 from .data.loaders import keeps_position
 from .distributed.ranks import Ranks
 from .errors import ConfigurationError
-from .memory_tier import has_memory_checkpoint, memory_directory
+from .memory_tier import memory_directory
 from .optimization.averaging import TRAINING_WEIGHTS
 from .restarts import newest_checkpoint
 from .run import Run
@@ -88,8 +88,14 @@ def resume(run: Run) -> Path | None:
         ConfigurationError: If the output directory holds checkpoints that this run would not continue.
         checkpoint_core.CheckpointError: If a path was given and there is no good checkpoint at it.
     """
-    wanted = run.args.resume_from_checkpoint
-    loaded = None if wanted is False else load(run, None if wanted is True else wanted)
+    wanted, begins = run.args.resume_from_checkpoint, run.begins
+    only_memory = begins is not None and begins.only_memory
+    loaded = None
+    if wanted is not False:
+        loaded = load(run, None if wanted is True else wanted, only_memory=only_memory)
+    if loaded is None and begins is not None and isinstance(begins.otherwise, str):
+        logger.warning("no checkpoint of this run can be used: it begins with %s again", begins.otherwise)
+        loaded = load(run, begins.otherwise)
     if loaded is not None:
         say_changes(run.progress.changes)
     if run.args.save_strategy == "no" or starts_over(run):
@@ -125,8 +131,8 @@ def _without_counters(run: Run, loaded: Path) -> ConfigurationError:
     )
 
 
-def load(run: Run, path: str | None) -> Path | None:
-    """Load a checkpoint, the newest in the output directory when no path is given.
+def load(run: Run, path: str | None, *, only_memory: bool = False) -> Path | None:
+    """Load a checkpoint, the newest of the run when no path is given, or with `only_memory` of its memory.
 
     Returns:
         The checkpoint; None if there is none.
@@ -142,7 +148,7 @@ def load(run: Run, path: str | None) -> Path | None:
     average = run.built.average
     with nullcontext() if average is None else average.shown():
         try:
-            loaded = run.manager.load_checkpoint(path)
+            loaded = run.manager.load_checkpoint(path, only_memory=only_memory)
         except CheckpointError as error:
             # What is wrong then is a setting, and not the checkpoint.
             raise (run.progress.refusal or error) from error
@@ -173,16 +179,6 @@ def say_changes(changes: Changes) -> None:
         logger.warning("changed since the checkpoint, and changes the curve from here on: %s", change)
     for change in changes.allowed:
         logger.info("changed since the checkpoint: %s", change)
-
-
-def has_checkpoint_to_resume(args: TrainingArguments, ranks: Ranks) -> bool:
-    """Whether training would continue from a checkpoint; it is verified when it is loaded. Collective."""
-    wanted = args.resume_from_checkpoint
-    if isinstance(wanted, str):
-        return True
-    found = wanted and (has_memory_checkpoint(args) or newest_checkpoint(args) is not None)
-    # One answer for all: the file system may show one rank what another does not see yet.
-    return ranks.any([found])[0]
 
 
 def load_best(run: Run) -> bool:

@@ -74,21 +74,49 @@ def find_earlier_start(args: TrainingArguments, env: DistributedEnvInterface) ->
     # A run that has saved nothing begins as the first time; unless that would move aside what is its own.
     needs_saved = isinstance(wanted, str) or not saves
     has_saved = any(each[4] if saves else each[3] for each in told)
-    resumes = has_begun and wanted is not True and (has_saved or not needs_saved)
-    if resumes:
-        logger.warning(
-            "resume_from_checkpoint=%r applied to the first start of this job; this one continues the run in "
-            "%s",
-            wanted,
-            args.output_dir,
+    return EarlierStart(has_begun, has_begun and wanted is not True and (has_saved or not needs_saved))
+
+
+class Beginning(NamedTuple):
+    """What a start of the ranks begins from; equal on all ranks."""
+
+    args: TrainingArguments
+    """The arguments as they apply to it."""
+    otherwise: bool | str
+    """`resume_from_checkpoint` as it was given: a path applies again if no checkpoint of the run is good."""
+    only_memory: bool
+    """Whether the run has its checkpoints in memory alone, so that those on storage are of another one."""
+
+
+def settle_beginning(args: TrainingArguments, ranks: Ranks) -> Beginning:
+    """Find out together what this start of the job begins from; collective."""
+    wanted = args.resume_from_checkpoint
+    if not find_earlier_start(args, ranks.env).resumes:
+        return Beginning(args, wanted, only_memory=False)
+    logger.warning(
+        "resume_from_checkpoint=%r applied to the first start of this job; this one continues the run in %s",
+        wanted,
+        args.output_dir,
+    )
+    args = replace(args, resume_from_checkpoint=True, overwrite_output_dir=False)
+    return Beginning(args, wanted, only_memory=args.save_strategy == "no")
+
+
+def has_checkpoint_to_resume(begins: Beginning, ranks: Ranks) -> bool:
+    """Whether training would continue from a checkpoint; it is verified when it is loaded. Collective."""
+    args, wanted = begins.args, begins.args.resume_from_checkpoint
+    if isinstance(wanted, str):
+        return True
+    found, failure = False, None
+    try:
+        found = wanted and (
+            has_memory_checkpoint(args) or (not begins.only_memory and newest_checkpoint(args) is not None)
         )
-    return EarlierStart(has_begun, resumes)
-
-
-def settle_resume(args: TrainingArguments, ranks: Ranks) -> TrainingArguments:
-    """The arguments as they apply to this start of the job; collective."""
-    resumes = find_earlier_start(args, ranks.env).resumes
-    return replace(args, resume_from_checkpoint=True, overwrite_output_dir=False) if resumes else args
+    except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
+        failure = error
+    ranks.fail_together(failure, "look for a checkpoint to resume from")
+    # One answer for all: the file system may show one rank what another does not see yet.
+    return ranks.any([found])[0]
 
 
 def leave_mark(args: TrainingArguments, ranks: Ranks) -> None:

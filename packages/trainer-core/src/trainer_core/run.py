@@ -31,6 +31,7 @@ from .update import Update
 
 if TYPE_CHECKING:
     from .checkpointing import OutputLease
+    from .restarts import Beginning
 
 _GROWTH = 0.05
 """Share of the device's memory by which reserved memory must grow again before the cache is emptied again."""
@@ -172,6 +173,10 @@ class Run:
     """Step and result of the last evaluation of the run's own data in this process."""
     ranked_step: int = -1
     """Step of the last checkpoint that was saved with the result of an evaluation in this process."""
+    begins: Beginning | None = None
+    """What it begins from; None in a run that was built without a trainer."""
+    lacks_weights: bool = False
+    """Whether its weights are those of no checkpoint yet, for which it was built."""
     saved_step: int = -1
     """Step of the newest checkpoint of this run on storage; unknown after one was loaded from memory."""
 

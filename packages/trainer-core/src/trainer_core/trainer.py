@@ -27,7 +27,6 @@ from .checkpointing import (
     OutputLease,
     end_upload,
     has_adapters,
-    has_checkpoint_to_resume,
     load,
     load_best,
     make_room,
@@ -35,7 +34,7 @@ from .checkpointing import (
     save_adapters,
 )
 from .data.loaders import Collator, EvalMetric, check_data, evaluation_sets, loaders_of, names_of_sets
-from .distributed.build import layout_of, transforms_for
+from .distributed.build import layout_of, listed, transforms_for
 from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several, loading_paused
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
@@ -57,7 +56,7 @@ from .model import ModelInit, RecomputeFn, check_cache_dir, run_settings, verify
 from .model.run_settings import inference_mode_guard
 from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .periodic import EXIT_RESUMABLE, Actions, StopRequests
-from .restarts import leave_mark, settle_resume
+from .restarts import has_checkpoint_to_resume, leave_mark, settle_beginning
 from .run import Run, training_switches
 from .state import CallbackHandler, StopCause, TrainerControl, TrainOutput, fresh_state
 
@@ -142,14 +141,7 @@ class Trainer(InputHints):
         self.processing_class = processing_class
         env = distributed_env or environment_of(self.args)
         check_device(self.args, env)
-        if not isinstance(parallel, Iterable):
-            raise ConfigurationError(
-                "parallel",
-                parallel,
-                "is not a list of transforms",
-                "write parallel=[...], even for a single transform",
-            )
-        given = [*self.preset(), *parallel]
+        given = [*self.preset(), *listed(parallel)]
         layout = layout_of(self.args, given, env)
         self.transforms = transforms_for(self.args, given, layout)
         """How the devices are used, in the order in which they are applied."""
@@ -534,17 +526,25 @@ class Trainer(InputHints):
         """Build everything at the first call; later calls return what was built."""
         if self._prepared is None:
             seed_everything(self.args.seed)
-            self._run_args = settle_resume(self._run_args, self.ranks)
-            resumes = has_checkpoint_to_resume(self._run_args, self.ranks)
-            devices, observers = (self.ranks, self.transforms, self.placement), (self.state, self._events)
+            begins = settle_beginning(self._run_args, self.ranks)
+            resumes = has_checkpoint_to_resume(begins, self.ranks)
             run = self._prepared = assemble(
-                self._run_args, *devices, *observers, self._parts, resumes=resumes, lease=self._lease
+                begins.args,
+                self.ranks,
+                self.transforms,
+                self.placement,
+                self.state,
+                self._events,
+                self._parts,
+                resumes=resumes,
+                lease=self._lease,
             )
+            run.begins, run.lacks_weights = begins, resumes
             self._events.shared = self._shared_with_callbacks(run)
             if resumes and self.args.construct_model_on == "meta":
                 self._fill(run)
-            elif self._parts.initial_weights is not None and not resumes:
-                self._begin_with(run, self._parts.initial_weights)
+            elif not resumes:
+                self._begin_with_weights(run)
             self._events.fire("on_init_end")
         return self._prepared
 
@@ -555,13 +555,13 @@ class Trainer(InputHints):
             ConfigurationError: If something that was given cannot begin anew.
         """
         # Not in `self.args`, by which `save_model` would replace weights from then on.
-        fresh = replace(self.args, resume_from_checkpoint=False, overwrite_output_dir=True)
-        self._run_args = settle_resume(fresh, self.ranks)
+        self._run_args = replace(self.args, resume_from_checkpoint=False, overwrite_output_dir=True)
         run = self._prepared
         if run is None:
             return
         if not run.has_trained and run.loaded is None:
-            run.args = self._run_args
+            run.begins = settle_beginning(self._run_args, self.ranks)
+            run.args = run.begins.args
             return
         check_begins_anew(self._parts, [each for each in self._events.callbacks if each is not run.scheduler])
         if run.scheduler is not None:
@@ -571,19 +571,22 @@ class Trainer(InputHints):
 
     def _resume(self, run: Run) -> None:
         if not self._resumed:
-            resume(run)
-            self._resumed = True
+            if resume(run) is None and run.lacks_weights:
+                self._begin_with_weights(run)
+            self._resumed, run.lacks_weights = True, False
 
     def _fill(self, run: Run) -> None:
         """Load what a model without weights was built for, at once: there is nothing to use until then."""
         self._resume(run)
         model = run.built.model
-        verify_initialised(model, model.state_dict() if run.saved_step >= 0 or run.in_memory else ())
+        if self._parts.initial_weights is None or run.loaded is not None:
+            verify_initialised(model, () if run.loaded is None else model.state_dict())
 
-    def _begin_with(self, run: Run, directory: Path) -> None:
-        run.built.load_weights(directory)
-        verify_initialised(run.built.model, run.built.model.state_dict())
-        logger.info("weights of %s are in the model", directory)
+    def _begin_with_weights(self, run: Run) -> None:
+        if (directory := self._parts.initial_weights) is not None:
+            run.built.load_weights(directory)
+            verify_initialised(run.built.model, run.built.model.state_dict())
+            logger.info("weights of %s are in the model", directory)
 
     def _shared_with_callbacks(self, run: Run) -> Mapping[str, object]:
         return {

@@ -90,6 +90,22 @@ def layout_of(
     return layout
 
 
+def listed(parallel: object) -> list[ModelTransform]:
+    """What `parallel` gives, as a list.
+
+    Raises:
+        ConfigurationError: If it is a transform itself, or something else.
+    """
+    if not isinstance(parallel, Iterable):
+        raise ConfigurationError(
+            "parallel",
+            parallel,
+            "is not a list of transforms",
+            "write parallel=[...], even for a single transform",
+        )
+    return list(parallel)
+
+
 def transforms_for(
     args: TrainingArguments, given: Sequence[ModelTransform], layout: ParallelLayout
 ) -> list[ModelTransform]:
