@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from ports import free_port
+from torch import nn
 from warm_start import WarmStart
 
-from checkpoint_core import LAUNCHER_VARIABLE
+from checkpoint_core import LAUNCHER_VARIABLE, CheckpointManager
+from dist_env import DistributedEnvironment
+from trainer_core import (
+    MARK_NAME,
+    ConfigurationError,
+    EarlierStart,
+    Ranks,
+    TrainingArguments,
+    find_earlier_start,
+)
+from trainer_core.memory_tier import LAUNCH_VARIABLE, RESTARTS_VARIABLE
+from trainer_core.restarts import leave_mark
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes of Linux")
 LIMIT_S = 240
@@ -73,12 +86,17 @@ from trainer_core.restarts import leave_mark
 
 env = DistributedEnvironment(no_accelerator=True)
 with env:
-    begins = {"resume_from_checkpoint": False, "overwrite_output_dir": True}
-    args = TrainingArguments(output_dir="run", seed=7, **begins)
     ranks = Ranks(env)
     ranks.connect()
-    print(json.dumps(find_earlier_start(args, env)))
-    leave_mark(args, ranks)
+    for output_dir, settings in json.loads(sys.argv[1]):
+        begins = {"resume_from_checkpoint": False, "overwrite_output_dir": True}
+        args = TrainingArguments(output_dir=output_dir, seed=7, **begins, **settings)
+        try:
+            found = find_earlier_start(args, env)
+            leave_mark(args, ranks)
+            print(json.dumps(found))
+        except Exception as error:
+            print(json.dumps(f"{type(error).__name__}: {error}"))
 """
 Noted = list[tuple[int, str | None]]
 
@@ -213,25 +231,105 @@ def test_torchrun_is_found_behind_a_shell_that_ends_with_its_rank(tmp_path: Path
     assert str(loaded).startswith("/dev/shm/checkpoint-core-")
 
 
+Case = tuple[str, dict[str, object]]
+"""An output directory, and settings."""
+
+
+def two_ranks(
+    warm: WarmStart,
+    tmp_path: Path,
+    cases: Sequence[Case],
+    launchers: tuple[int, int],
+    disks: tuple[str, str] = ("a", "b"),
+    *,
+    count: int = 0,
+    local_ranks: tuple[int, int] = (0, 0),
+) -> list[list[object]]:
+    """What two ranks, each in a folder of its own, find of an earlier start, or what is refused."""
+    port, ranks = str(free_port()), []
+    for rank in (0, 1):
+        folder = tmp_path / disks[rank]
+        folder.mkdir(exist_ok=True)
+        told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(local_ranks[rank])}
+        told |= {"LOCAL_WORLD_SIZE": str(max(local_ranks) + 1), "TORCHELASTIC_MAX_RESTARTS": "3"}
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told |= {LAUNCHER_VARIABLE: str(launchers[rank]), "TORCHELASTIC_RESTART_COUNT": str(count * rank)}
+        script, out, err = tmp_path / f"rank{rank}.py", folder / f"out{rank}", folder / f"err{rank}"
+        script.write_text(f"import os; os.chdir({str(folder)!r})\n" + AGREEING)
+        ranks.append((warm.start([str(script), json.dumps(cases)], os.environ | told, out, err), out, err))
+    assert [rank.wait(LIMIT_S) for rank, _, _ in ranks] == [0, 0], [err.read_text() for *_, err in ranks]
+    return [[json.loads(line) for line in out.read_text().splitlines()] for _, out, _ in ranks]
+
+
 def test_nodes_that_know_different_things_agree(warm: WarmStart, tmp_path: Path) -> None:
     """Rank 0 comes on a new node, with another launcher and an empty disk; rank 1 was there before."""
-    program, port = tmp_path / "program.py", str(free_port())
-    program.write_text(AGREEING)
+    cases: list[Case] = [("run", {}), ("damaged", {}), ("node", {"save_on_each_node": True})]
+    first = two_ranks(warm, tmp_path, cases, (os.getpid(), os.getpid()))
+    assert first == [[[False, False]] * 3] * 2
+    (tmp_path / "b" / "damaged" / MARK_NAME).write_text("{")
+    # The new node has a run of an earlier job on its disk, and one in which only a file is in the way.
+    (tmp_path / "c").mkdir()
+    with CheckpointManager(tmp_path / "c" / "node", {"model": nn.Linear(1, 1)}) as manager:
+        manager.save(step=3)
+    second = two_ranks(warm, tmp_path, cases, (os.getppid(), os.getpid()), ("c", "b"), count=1)
+    assert second[0] == second[1]
+    run, damaged, node = map(str, second[0])
+    assert run == "[True, True]"
+    assert re.search(r"rank 1 on .*b/damaged/.* is damaged; remove it", damaged), damaged
+    assert re.search(r"rank 0 on .*c/node/checkpoint-3 is of another run.*move it away", node), node
 
-    def start(launchers: tuple[int, int], disks: tuple[str, str], count: int) -> list[list[bool]]:
-        ranks = []
-        for rank in (0, 1):
-            folder = tmp_path / disks[rank]
-            folder.mkdir(exist_ok=True)
-            told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_MAX_RESTARTS": "3"}
-            told |= {LAUNCHER_VARIABLE: str(launchers[rank]), "TORCHELASTIC_RESTART_COUNT": str(count * rank)}
-            place = f"import os; os.chdir({str(folder)!r})\n"
-            program.with_name(f"rank{rank}.py").write_text(place + AGREEING)
-            script, out, err = f"{tmp_path}/rank{rank}.py", folder / f"out{rank}", folder / f"err{rank}"
-            ranks.append((warm.start([script], os.environ | told, out, err), out, err))
-        assert [rank.wait(LIMIT_S) for rank, _, _ in ranks] == [0, 0], [err.read_text() for *_, err in ranks]
-        return [json.loads(out.read_text()) for _, out, _ in ranks]
 
-    assert start((os.getpid(), os.getpid()), ("a", "b"), 0) == [[False, False]] * 2
-    assert start((os.getppid(), os.getpid()), ("c", "b"), 1) == [[True, True]] * 2
+def test_marks_are_of_nodes_and_only_those_that_keep_checkpoints_need_one(
+    warm: WarmStart, tmp_path: Path
+) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run").write_text("in the way of the directory")
+    (tmp_path / "b" / "node").write_text("")
+    cases: list[Case] = [("run", {}), ("node", {"save_on_each_node": True})]
+    mine, others = two_ranks(warm, tmp_path, cases, (os.getpid(), os.getppid()))
+    assert mine == others
+    assert mine[0] == [False, False]
+    assert "rank 1 of 2 cannot leave the mark of this start" in str(mine[1])
+    assert "on this node, rank 1: " in (tmp_path / "b" / "err1").read_text()
+    assert len(json.loads((tmp_path / "a" / "run" / MARK_NAME).read_text())["launchers"]) == 2
+    # Both on one node: the first speaks for it.
+    two_ranks(warm, tmp_path, [("one", {})], (os.getpid(), os.getppid()), local_ranks=(0, 1))
+    assert len(json.loads((tmp_path / "a" / "one" / MARK_NAME).read_text())["launchers"]) == 1
+    assert not (tmp_path / "b" / "one").exists()
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingArguments:
+    """Those of a fresh start, in a job that may start again."""
+    monkeypatch.setenv(RESTARTS_VARIABLE, "3")
+    begins = {"resume_from_checkpoint": False, "overwrite_output_dir": True}
+    return TrainingArguments(output_dir=str(tmp_path / "run"), seed=7, **begins)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_mark_that_cannot_be_read_is_an_error(arguments: TrainingArguments, is_folder: bool) -> None:
+    env = DistributedEnvironment(always=False, no_accelerator=True)
+    assert find_earlier_start(arguments, env) == EarlierStart(False, False)
+    mark = arguments.run_path / MARK_NAME
+    mark.parent.mkdir()
+    if is_folder:
+        mark.mkdir()
+    else:
+        mark.write_text("{}")
+    with pytest.raises(
+        ConfigurationError, match=r"does not tell whether an earlier start .*started-by\.json"
+    ):
+        find_earlier_start(arguments, env)
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", LAUNCH_VARIABLE])
+def test_two_launches_of_one_process_are_two_jobs(
+    arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    env = DistributedEnvironment(always=False, no_accelerator=True)
+    monkeypatch.setenv(variable, "one")
+    leave_mark(arguments, Ranks(env))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert find_earlier_start(arguments, env) == EarlierStart(True, True)
+    monkeypatch.setenv(variable, "two")
+    assert find_earlier_start(arguments, env) == EarlierStart(False, False)

@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 
 RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
 """How often a launcher starts the ranks again, as torchrun tells them."""
+LAUNCH_VARIABLE = "TRAINER_CORE_LAUNCH"
+"""Tells one launch from others of the same process, where TORCHELASTIC_RUN_ID does not."""
+
+
+def launch_directory(args: TrainingArguments) -> MemoryDirectory:
+    """The directory in memory of a run in this launch; its name also tells the launch from all others.
+
+    A process may launch several times, such as the kernel of a notebook.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get(LAUNCH_VARIABLE, "")
+    return MemoryDirectory(f"{args.run_path} {run}" if run else args.run_path)
 
 
 def memory_directory(args: TrainingArguments) -> MemoryDirectory | None:
@@ -34,7 +45,7 @@ def memory_directory(args: TrainingArguments) -> MemoryDirectory | None:
             "keeps checkpoints for ranks that a launcher starts again, and the one of this process does not",
             "start it with `torchrun --max-restarts 3`, or leave memory_save_steps at 0",
         )
-    return MemoryDirectory(args.run_path)
+    return launch_directory(args)
 
 
 def has_memory_checkpoint(args: TrainingArguments) -> bool:

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+import platform
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
-from checkpoint_core import MemoryDirectory, find_latest_checkpoint
+from checkpoint_core import CheckpointError, MemoryDirectory, find_latest_checkpoint
 from dist_env import DistributedEnvInterface, gather_objects, get_logger
 
 from .arguments import TrainingArguments
 from .distributed.ranks import Ranks
 from .errors import ConfigurationError
-from .memory_tier import RESTARTS_VARIABLE, has_memory_checkpoint
+from .memory_tier import RESTARTS_VARIABLE, has_memory_checkpoint, launch_directory
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 MARK_NAME = ".started-by.json"
 """The mark, beside the checkpoints: who has started the run that is there."""
@@ -59,22 +61,87 @@ def find_earlier_start(args: TrainingArguments, env: DistributedEnvInterface) ->
 
     Returns:
         It, equal on all ranks.
+
+    Raises:
+        ConfigurationError: On every rank, naming the first that cannot tell, or whose node has checkpoints of
+            another run where this one would look for its own.
     """
     if not may_start_again():
         return EarlierStart(False, False)
-    own = MemoryDirectory(args.run_path).path.name
-    in_memory = has_memory_checkpoint(args)
-    mine = (own, _start_name(args), _read_mark(args), in_memory, in_memory or _has_own_on_storage(args))
-    told = gather_objects(mine, env)
-    launchers, start = {each[0] for each in told}, told[0][1]
-    marks = [each[2] for each in told]
-    # One that these very processes have left is of an earlier call in them.
-    has_begun = any(mark[0] != start and not launchers.isdisjoint(mark[1]) for mark in marks if mark)
+    leads = env.local_rank == 0
+    launchers, start = _launch_of_all(args, env)
+
+    def judge() -> bool:
+        mark = _read_mark(args) if leads else None
+        # One that these very processes have left is of an earlier call in them.
+        return mark is not None and mark[0] != start and not launchers.isdisjoint(mark[1])
+
+    is_marked = _ask_all(args, env, judge)
+    has_begun = any(is_marked)
     wanted, saves = args.resume_from_checkpoint, args.save_strategy != "no"
+    if not has_begun or wanted is True:
+        return EarlierStart(has_begun, False)
     # A run that has saved nothing begins as the first time; unless that would move aside what is its own.
     needs_saved = isinstance(wanted, str) or not saves
-    has_saved = any(each[4] if saves else each[3] for each in told)
-    return EarlierStart(has_begun, has_begun and wanted is not True and (has_saved or not needs_saved))
+
+    def has_saved() -> bool:
+        if not leads:
+            return False
+        keeps = saves and (env.rank == 0 or args.save_on_each_node)
+        if keeps and not is_marked[env.rank]:
+            _refuse_other_run(args)
+        if not needs_saved:
+            return True
+        # Only asked where it decides: of a store it is a question over the network.
+        return has_memory_checkpoint(args) or (keeps and newest_checkpoint(args) is not None)
+
+    return EarlierStart(has_begun, any(_ask_all(args, env, has_saved)))
+
+
+def _launch_of_all(args: TrainingArguments, env: DistributedEnvInterface) -> tuple[set[str], str]:
+    """The launchers of all nodes, and what tells this start of the ranks from all others; collective."""
+    # One rank of each node says it: all of thousands would send megabytes.
+    name = (launch_directory(args).path.name, _start_name(args)) if env.local_rank == 0 else None
+    told = [each for each in _ask_all(args, env, lambda: name) if each is not None]
+    return {launcher for launcher, _ in told}, told[0][1]
+
+
+def _ask_all(args: TrainingArguments, env: DistributedEnvInterface, ask: Callable[[], T]) -> list[T]:
+    """What every rank answers, on every rank; what one fails with, all raise. Collective.
+
+    Raises:
+        ConfigurationError: On every rank, with the same words.
+    """
+    answer, failure = None, None
+    try:
+        answer = ask()
+    except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
+        failure = error
+    where = f"rank {env.rank} on {platform.node()}"
+    text = None if failure is None else f"{where}: {failure}"
+    told = gather_objects((text, answer), env)
+    for text, _ in told:
+        if text is not None:
+            rule = f"does not tell whether an earlier start of this job has begun the run ({text})"
+            fix = "make the run's directory and its checkpoints readable on every node, or choose another"
+            raise ConfigurationError("output_dir", args.output_dir, rule, fix) from failure
+    return [cast(T, answer) for _, answer in told]
+
+
+def _refuse_other_run(args: TrainingArguments) -> None:
+    """Refuse what this node has on its disk, where the run's own mark is missing.
+
+    Raises:
+        CheckpointError: If there are checkpoints.
+    """
+    if args.saves_to_store:
+        return
+    found = find_latest_checkpoint(args.output_dir, one_node=True)
+    if found is not None:
+        raise CheckpointError(
+            f"{found.absolute()} is of another run, because {MARK_NAME} beside it does not name a launcher "
+            "of this job; move it away on that node"
+        )
 
 
 class Beginning(NamedTuple):
@@ -120,27 +187,44 @@ def has_checkpoint_to_resume(begins: Beginning, ranks: Ranks) -> bool:
 
 
 def leave_mark(args: TrainingArguments, ranks: Ranks) -> None:
-    """Note in the output directory that the run has begun, for later starts of this job; collective.
+    """Leave the mark in the output directory: the run has begun, for later starts of this job. Collective.
+
+    Rank 0 must succeed, and nodes that keep checkpoints of their own; elsewhere a failure is a warning.
 
     Raises:
-        ConfigurationError: On every rank, if it cannot be written.
+        ConfigurationError: If it cannot be written, on one rank.
+        DataError: The same on every rank of several, naming those that have failed.
     """
     if not may_start_again() or (args.save_strategy == "no" and not args.memory_save_steps):
         return
-    told = gather_objects((MemoryDirectory(args.run_path).path.name, _start_name(args)), ranks.env)
-    failure = None
-    if ranks.env.local_rank == 0:  # on each node: it may have a disk of its own
-        mark = {"launchers": sorted({each[0] for each in told}), "start": told[0][1]}
-        path = args.run_path / MARK_NAME
-        partial = path.with_name(f"{MARK_NAME}-{ranks.env.rank}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(mark) + "\n", encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            rule = f"cannot take a note of this start ({error})"
-            failure = ConfigurationError("output_dir", args.output_dir, rule, "choose another output_dir")
-    ranks.fail_together(failure, "note that the run has begun")
+    env = ranks.env
+    launchers, start = _launch_of_all(args, env)
+    text = json.dumps({"launchers": sorted(launchers), "start": start}) + "\n"
+    failure = _write_mark(args, text, env.rank) if env.rank == 0 else None
+    ranks.fail_together(failure, "leave the mark of this start")
+    if env.local_rank == 0 and env.rank != 0:  # on each node: it may have a disk of its own
+        failure = _write_mark(args, text, env.rank)
+        if failure is not None and not (args.save_on_each_node or args.memory_save_steps):
+            logger.warning("on this node, rank %d: %s", env.rank, failure)
+            failure = None
+    ranks.fail_together(failure, "leave the mark of this start")
+
+
+def _write_mark(args: TrainingArguments, text: str, rank: int) -> ConfigurationError | None:
+    """Write the mark unless it is there; what stands in the way."""
+    path = args.run_path / MARK_NAME
+    partial = path.with_name(f"{MARK_NAME}-{rank}.partial")
+    try:
+        # On a shared file system rank 0 has written it.
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except (OSError, ValueError) as error:
+        rule = f"cannot take the mark of this start ({error})"
+        return ConfigurationError("output_dir", args.output_dir, rule, "choose another output_dir")
+    return None
 
 
 def newest_checkpoint(args: TrainingArguments) -> Path | None:
@@ -150,11 +234,6 @@ def newest_checkpoint(args: TrainingArguments) -> Path | None:
     return find_latest_checkpoint(args.output_dir, remote_dir=args.remote_dir, one_node=parts)
 
 
-def _has_own_on_storage(args: TrainingArguments) -> bool:
-    # Only asked where it decides: of a store it is a question over the network.
-    return isinstance(args.resume_from_checkpoint, str) and newest_checkpoint(args) is not None
-
-
 def _start_name(args: TrainingArguments) -> str:
     """What tells a start of the ranks from all others, on rank 0."""
     process = MemoryDirectory(args.run_path, launcher=os.getpid()).path.name
@@ -162,7 +241,19 @@ def _start_name(args: TrainingArguments) -> str:
 
 
 def _read_mark(args: TrainingArguments) -> tuple[str, list[str]] | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        mark = json.loads((args.run_path / MARK_NAME).read_text(encoding="utf-8"))
+    """Start and launchers of the mark; None if there is not any.
+
+    Raises:
+        OSError: If it cannot be read, which says nothing of the run.
+        CheckpointError: If it is damaged.
+    """
+    path = args.run_path / MARK_NAME
+    try:
+        mark = json.loads(path.read_text(encoding="utf-8"))
         return str(mark["start"]), [str(each) for each in mark["launchers"]]
-    return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the mark {path.absolute()} is damaged; remove it if no run of this job is there"
+        ) from error
