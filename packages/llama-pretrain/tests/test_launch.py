@@ -20,6 +20,7 @@ from small_run import small_run_words, unlaunched_environ, write_small_run
 from checkpoint_core import DirectoryLease
 from llama_pretrain.launch import REPORT_VARIABLE, _Job, launch, report_end
 from llama_pretrain.restarts import Restarts
+from trainer_core import LAUNCH_VARIABLE
 
 LIMIT_S = 240
 SLOW_MACHINE_S = 8
@@ -322,6 +323,16 @@ def pipes() -> list[str]:
     return sorted(str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_fifo())
 
 
+def test_each_job_of_a_launcher_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """So that the second one does not continue the run of the first."""
+    names = set()
+    for _ in range(2):
+        job = _Job(["recipes"], str(tmp_path), 1, Restarts(0), hot_spares=False, fresh=True)
+        names.add(job._variables[LAUNCH_VARIABLE])
+        job.close()
+    assert len(names) == 2
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_a_job_closes_its_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which launch sets
@@ -345,4 +356,4 @@ def test_a_signal_that_comes_again_while_ranks_start_stops_at_once(
     job.close()
     assert job.conclude() == 130
     said = capfd.readouterr().err
-    assert "stopped at once; checkpoints saved so far are whole, the same command without --fresh" in said
+    assert "checkpoints saved so far are whole, the same command without its fresh start (--fresh, or" in said

@@ -68,6 +68,8 @@ def _is_of_the_machine(error: BaseException | None) -> bool:
     return False
 
 
+WITHOUT_FRESH_START = " without its fresh start (--fresh, or resume_from_checkpoint: false in a file)"
+"""How a command that began anew is to be changed to continue."""
 CONFIG_NAME = "config.yaml"
 LOGS_NAME = "trainer_logs.json"
 SESSIONS_NAME = "sessions.json"

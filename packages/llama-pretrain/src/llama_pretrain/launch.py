@@ -23,7 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar, Literal
 
-from .console import EXIT_ABORTED, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER_ERROR, PROG
+from .console import (
+    EXIT_ABORTED,
+    EXIT_INTERRUPTED,
+    EXIT_RESUMABLE,
+    EXIT_USER_ERROR,
+    PROG,
+    WITHOUT_FRESH_START,
+)
 from .restarts import Restarts
 from .spare import Spares
 
@@ -210,6 +217,7 @@ class _Job:
         fresh: bool,
     ) -> None:
         from checkpoint_core import LAUNCHER_VARIABLE
+        from trainer_core import LAUNCH_VARIABLE
 
         self._words = list(words)
         self._output_dir = output_dir
@@ -229,6 +237,8 @@ class _Job:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_MAX_RESTARTS": str(restarts.most),
             LAUNCHER_VARIABLE: str(os.getpid()),
+            # This process may launch another job later, in the same output directory.
+            LAUNCH_VARIABLE: f"{os.getpid()}-{time.time_ns()}",
             REPORT_VARIABLE: str(self._report_fd),
         }
         self._spares = Spares(self._variables, self._report_fd) if hot_spares and restarts.most else None
@@ -337,7 +347,7 @@ class _Job:
     def conclude(self) -> int:
         """Say what the job ended of, if the last line of the ranks does not, and return its exit code."""
         codes = [each.returncode for each in self._ranks]
-        command = "the same command without --fresh" if self._fresh else "the same command"
+        command = f"the same command{WITHOUT_FRESH_START if self._fresh else ''}"
         goes_on = f"checkpoints saved so far are whole, {command} continues."
         if self._stopped_at_once:
             print(f"\n{PROG}: stopped at once; {goes_on}", file=sys.stderr)

@@ -32,7 +32,15 @@ from perf_metrics import architecture_of_model
 from trainer_core import ConfigurationError, Trainer, TrainerState, find_earlier_start, may_start_again
 
 from .arguments import PretrainArguments, check_processes, launch_command
-from .console import CONFIG_NAME, PROG, BrokenRunError, printable, text_plot, wrapped
+from .console import (
+    CONFIG_NAME,
+    PROG,
+    WITHOUT_FRESH_START,
+    BrokenRunError,
+    printable,
+    text_plot,
+    wrapped,
+)
 from .experiment import Experiment, build_trainer, prepare
 from .launch import refuse_if_in_use, report_begin, report_ownership, report_step
 from .mesh import parse_mesh, told_trainer
@@ -261,7 +269,7 @@ def say_how_to_continue(args: PretrainArguments, step: int, cause: str) -> None:
     if newest is None:
         print("No checkpoint was saved; the same command begins again.", flush=True)
     else:
-        command = "same command without --fresh" if args.starts_fresh else "same command"
+        command = f"same command{WITHOUT_FRESH_START if args.starts_fresh else ''}"
         print(f"The newest checkpoint is {newest}. The {command} continues from there.", flush=True)
 
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         predict,
         with_router_loss,
     )
+    from .memory_tier import LAUNCH_VARIABLE
     from .metrics.comm_bytes import Collective, CommBytes
     from .metrics.memory import RankMemory
     from .model import (
@@ -113,6 +114,7 @@ if TYPE_CHECKING:
     from .verification import Verification, VerificationCheck, check_verify_settings, verify
 
 __all__ = [
+    "LAUNCH_VARIABLE",
     "MARK_NAME",
     "EarlierStart",
     "EVENTS",

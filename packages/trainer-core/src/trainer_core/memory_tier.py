@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from checkpoint_core import CheckpointError, MemoryDirectory, find_latest_checkpoint
+from checkpoint_core import CheckpointError, MemoryDirectory
 
 from .errors import ConfigurationError
 
@@ -52,6 +52,9 @@ def has_memory_checkpoint(args: TrainingArguments) -> bool:
     """Whether ranks of this job that were lost have left a checkpoint in the memory of this node."""
     if not args.memory_save_steps or os.environ.get(RESTARTS_VARIABLE, "0") in ("", "0"):
         return False
+    # Imported here: it needs torch, which a launcher that sets the variables above starts ranks before.
+    from checkpoint_core import find_latest_checkpoint
+
     directory = memory_directory(args)
     return directory is not None and find_latest_checkpoint(directory.path) is not None
 
