@@ -39,8 +39,8 @@ class Checkpoints:
         return [path.name for path in self.output.glob(".tmp-checkpoint-*")]
 
     def leftovers(self) -> list[str]:
-        """Names of all hidden temporary directories and files."""
-        return sorted(path.name for path in self.output.glob(".*"))
+        """Names of all hidden temporary directories and files; what tells who has begun the run stays."""
+        return sorted({path.name for path in self.output.glob(".*")} - {".started-by.json"})
 
     def damage_newest(self, how: str, generator: random.Random) -> str:
         """Damage the newest one that is good, which leaves another one.
