@@ -320,3 +320,31 @@ def test_the_launcher_is_found_behind_a_shell(tmp_path: Path, told_by: str) -> N
     with subprocess.Popen(shell, env=kept | told, stdout=subprocess.PIPE, text=True) as process:
         found = int(process.communicate()[0])
     assert found == (process.pid if told_by == "nobody" else os.getpid())
+
+
+FIRST_PROCESS = """
+import os, subprocess, sys
+shell = ["sh", "-c", f"{sys.executable} {sys.argv[1]}; true"]
+found = subprocess.run(shell, env={**os.environ, **TOLD}, capture_output=True, text=True, check=True)
+print(os.getpid(), found.stdout, end="")
+"""
+
+
+@pytest.mark.parametrize("told", [{"TORCHELASTIC_RUN_ID": "none"}, {LAUNCHER_VARIABLE: "1"}])
+def test_the_launcher_is_found_where_it_is_the_first_process(tmp_path: Path, told: dict[str, str]) -> None:
+    """As in a container whose command is the launcher, with a shell between it and the rank."""
+    (tmp_path / "rank.py").write_text(WRAPPED)
+    (tmp_path / "launcher.py").write_text(f"TOLD = {told}\n{FIRST_PROCESS}")
+    own = ["unshare", *(["--user", "--map-root-user"] if os.geteuid() else [])]
+    own += ["--fork", "--pid", "--mount-proc"]
+    try:
+        allowed = subprocess.run([*own, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("unshare is not installed")
+    if allowed.returncode:
+        pytest.skip(f"this machine does not allow namespaces of processes: {allowed.stderr.strip()}")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    kept.pop(LAUNCHER_VARIABLE, None)
+    program = [*own, sys.executable, str(tmp_path / "launcher.py"), str(tmp_path / "rank.py")]
+    done = subprocess.run(program, env=kept, capture_output=True, text=True, check=False)
+    assert done.stdout == "1 1\n", done.stderr

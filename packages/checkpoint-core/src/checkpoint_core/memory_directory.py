@@ -105,7 +105,8 @@ def _find_launcher() -> int:
     """
     told, run = os.environ.get(LAUNCHER_VARIABLE), os.environ.get("TORCHELASTIC_RUN_ID")
     pid = os.getppid()
-    while pid > 1 and (told or run):
+    # To the end, which is 0: in a container the launcher is often process 1.
+    while pid > 0 and (told or run):
         # torchrun gives it to the ranks, and does not have it itself. A process whose variables may not be
         # read is another user's, and so stands above the job.
         if str(pid) == told or (run is not None and not _has_variable(pid, f"TORCHELASTIC_RUN_ID={run}")):
