@@ -13,6 +13,10 @@ MEMORY_COPIES = 2
 """Number of checkpoints that are kept in memory: the newest may turn out to be damaged."""
 
 
+class MemoryRoomError(CheckpointError):
+    """The memory has not room for the checkpoints that are kept in it; later it may have."""
+
+
 def make_room(directory: Path, needed: int, run_id: str, root: Path = Path("/")) -> None:
     """Refuse to begin a save in memory that later ones would not fit beside.
 
@@ -26,7 +30,7 @@ def make_room(directory: Path, needed: int, run_id: str, root: Path = Path("/"))
         root: Where the kernel's files are found.
 
     Raises:
-        CheckpointError: There is not room for all that are kept and one in the making; names the numbers.
+        MemoryRoomError: There is not room for all that are kept and one in the making; names the numbers.
     """
     clean_leftovers(directory)
     own = manifests_of_run(directory, run_id)
@@ -36,7 +40,7 @@ def make_room(directory: Path, needed: int, run_id: str, root: Path = Path("/"))
     free, where = min(_room(directory, root))
     wanted = max(1, MEMORY_COPIES + 1 - len(own)) * needed
     if wanted > free:
-        raise CheckpointError(
+        raise MemoryRoomError(
             f"not enough memory for checkpoints: one takes {needed} bytes ({needed / 1e9:.2f} GB), and "
             f"{MEMORY_COPIES} of them beside one in the making need {(MEMORY_COPIES + 1) * needed} bytes, "
             f"but {where} has {free} bytes free beside the {len(own)} that are there. Make it larger (a "
@@ -57,17 +61,13 @@ def _room(directory: Path, root: Path) -> Iterator[tuple[int, str]]:
             _, controllers, path = line.split(":", 2)
             if not controllers:  # version 2, beside version 1 or alone
                 for place in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
-                    yield from _room_in_cgroup(
-                        root / place, path, "memory.max", "memory.current", "inactive_file"
-                    )
+                    yield from _room_in_cgroup(root / place, path, "memory.max", "memory.current", "")
             elif "memory" in controllers.split(","):
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
                 yield from _room_in_cgroup(root / "sys/fs/cgroup/memory", path, *names)
 
 
-def _room_in_cgroup(
-    mount: Path, path: str, limit: str, usage: str, reclaimable: str
-) -> Iterator[tuple[int, str]]:
+def _room_in_cgroup(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[tuple[int, str]]:
     """What a control group and those around it leave: each of them limits all that is in it."""
     group = mount / path.lstrip("/")
     while group.is_relative_to(mount):
@@ -75,8 +75,10 @@ def _room_in_cgroup(
         with suppress(OSError, ValueError, KeyError):  # without a limit it says "max"
             most = int((group / limit).read_text())
             used = int((group / usage).read_text())
-            # Pages of files count as used, and the kernel gives them up; those of /dev/shm are not in there.
-            cache = _entries(group / "memory.stat")[reclaimable]
+            # Pages of files count as used, and the kernel gives them up, also those that were read twice and
+            # so are active. Those of /dev/shm are in neither: they count as anonymous there.
+            stat = _entries(group / "memory.stat")
+            cache = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
             yield max(0, most - max(0, used - cache)), f"the memory limit of {group}"
         group = group.parent
 
