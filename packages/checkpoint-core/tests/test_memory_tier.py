@@ -1,5 +1,6 @@
 """Checkpoints in memory: newest first, damaged ones passed over, and gone when the launcher is."""
 
+import functools
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from checkpoint_core import (
     CheckpointError,
     CheckpointManager,
     MemoryDirectory,
+    memory_tier,
 )
 from checkpoint_core.memory_room import _room, make_room
 
@@ -61,7 +63,9 @@ class Job:
 
     def save(self, step: int, *, to_memory: bool) -> Path:
         nn.init.constant_(self.model.weight, step)
-        return self.manager.save_to_memory(step) if to_memory else self.manager.save(step)
+        saved = self.manager.save_to_memory(step) if to_memory else self.manager.save(step)
+        assert saved is not None
+        return saved
 
     def load(self) -> Path:
         loaded = self.manager.load()
@@ -283,6 +287,51 @@ def test_this_machine_tells_its_memory(memory: MemoryDirectory) -> None:
     assert 0 < told[0] <= total
     with pytest.raises(CheckpointError, match="not enough memory"):
         make_room(memory.path, total, "none")
+
+
+def test_a_run_whose_memory_becomes_short_leaves_saves_out(
+    tmp_path: Path,
+    memory: MemoryDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = tmp_path / "proc" / "meminfo"
+    told.parent.mkdir()
+    monkeypatch.setattr(memory_tier, "make_room", functools.partial(make_room, root=tmp_path))
+    job = Job(tmp_path, memory)
+    told.write_text("MemAvailable: 0 kB\n")
+    with pytest.raises(CheckpointError, match="but the memory of this machine has 0 bytes free"):
+        job.save(1, to_memory=True)
+    told.write_text("MemAvailable: 9999 kB\n")
+    job.save(2, to_memory=True)
+    told.write_text("MemAvailable: 0 kB\n")
+    for step in (3, 4):
+        assert job.manager.save_to_memory(step) is None
+    (record,) = caplog.records  # one for all that follow one another
+    assert "saving checkpoint-3: not enough memory for checkpoints" in record.getMessage()
+    assert "left out until there is room" in record.getMessage()
+    # Nor does it end what continues after a loss.
+    again = Job(tmp_path, memory)
+    assert again.load() == memory.path / "checkpoint-2"
+    assert again.manager.save_to_memory(3) is None
+    told.write_text("MemAvailable: 9999 kB\n")
+    assert again.save(5, to_memory=True) == memory.path / "checkpoint-5"
+    assert sorted(path.name for path in memory.path.iterdir()) == ["checkpoint-2", "checkpoint-5"]
+
+
+def test_nodes_leave_a_save_out_together(
+    tmp_path: Path, memory: MemoryDirectory, run_worker: Callable[..., object]
+) -> None:
+    run_worker("memory_nodes.py", tmp_path, memory.path)
+    first, second = (json.loads((tmp_path / f"seen{rank}").read_text()) for rank in range(2))
+    assert first == second
+    assert "saving checkpoint-1: rank 1 (" in first["seen"][0], "the first one is refused"
+    assert first["seen"][1:] == ["checkpoint-2", None, None, "checkpoint-5"]
+    assert first["there"] == ["checkpoint-2", "checkpoint-5"]
+    warnings = (tmp_path / "log0").read_text()
+    assert warnings.count("left out until there is room") == 1
+    assert "rank 1 (" in warnings
+    assert not (tmp_path / "log1").read_text()
 
 
 def test_what_another_start_has_left_unusable_gives_its_room_back(

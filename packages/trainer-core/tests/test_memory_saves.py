@@ -77,6 +77,28 @@ def test_a_start_after_a_loss_continues_from_memory(
     assert losses(second) == losses(whole)
 
 
+def test_a_run_whose_memory_becomes_short_continues_without_the_save(
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(RESTARTS_VARIABLE, "3")
+    free = [1 << 40]
+    monkeypatch.setattr("checkpoint_core.memory_room._room", lambda *_: [(free[0], "the memory")])
+
+    class Shortens(LoseAt):
+        def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+            short = state.global_step in (2, 3)  # type: ignore[attr-defined]
+            free[0] = 0 if short else 1 << 40
+
+    seen = Shortens(0)
+    trainer = make_trainer(max_steps=4, save_strategy="steps", memory_save_steps=1, callbacks=[seen])
+    trainer.train()
+    assert seen.saved == ["checkpoint-1", "checkpoint-4"]
+    assert trainer.saved_step == 4
+    assert "saving checkpoint-2: not enough memory for checkpoints" in caplog.text
+
+
 def test_a_run_that_is_at_its_end_in_memory_saves_it_on_storage(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,7 +264,7 @@ class CheckpointManager:
     save = save_checkpoint
     """Short for :meth:`save_checkpoint`."""
 
-    def save_to_memory(self, step: int) -> Path:
+    def save_to_memory(self, step: int) -> Path | None:
         """Save every component as ``<memory_dir>/checkpoint-<step>``, keeping the two newest. Collective.
 
         It is written as any other is, and appears by one rename, without files of the preprocessor.
@@ -273,11 +273,12 @@ class CheckpointManager:
             step: The training step, 0 or more, equal on all ranks.
 
         Returns:
-            The committed checkpoint.
+            The committed checkpoint; None, and a warning, if memory has become too short for it since an
+            earlier one of the run was saved there.
 
         Raises:
             CheckpointError: On every rank, when any failed: ``memory_dir`` is not set, or lacks room for two
-                such checkpoints and one in the making. Earlier ones are as they were.
+                such checkpoints and one in the making at the first save. Earlier ones are as they were.
         """
         memory, phase = self._memory, "saving a checkpoint to memory"
         if memory is None or self._closed:

@@ -351,6 +351,8 @@ class Actions:
             return
         with self._saving():
             saved = run.manager.save_to_memory(run.state.global_step)
+        if saved is None:
+            return  # Memory has become short since the first one, on all ranks alike; a warning has said so.
         run.events.fire("on_memory_save", checkpoint_path=str(saved))
 
     @contextmanager
