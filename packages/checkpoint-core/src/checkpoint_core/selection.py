@@ -37,8 +37,7 @@ _logger = logging.getLogger(__name__)
 _PHASE = "choosing a checkpoint"
 _Save = tuple[int, str]
 """Step and id of a save."""
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""What this process or machine has run out of says nothing of the files."""
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # which says nothing of the files
 _Range = tuple[str, int, int]
 
 
@@ -172,9 +171,9 @@ def newest_in_memory(ranks: RankAgreement, memory_dir: Path) -> Chosen | None:
         memory_dir: The directory in the memory of this node.
 
     Raises:
-        CheckpointError: On every rank: one of them was lost.
+        CheckpointError: On every rank: one of them was lost, or a directory cannot be listed.
     """
-    for step, directory, _ in _usable_choices(ranks, memory_dir):
+    for step, directory, _ in _local_choices(ranks, memory_dir, or_none=True):
         path = checkpoint_path(directory, step)
         chosen = Chosen(path, _read_everywhere(ranks, path))
         lacking = ranks.run(_PHASE, lambda chosen=chosen: _lacks_ranks(ranks, chosen.manifest))  # type: ignore[misc]
@@ -365,33 +364,34 @@ def whole_saves(
 _Choices = list[tuple[int, Path, Chosen | None]]
 
 
-def _local_choices(ranks: RankAgreement, output_dir: Path, above: int | None = None) -> _Choices:
-    """Step, directory and what is known of the checkpoints of all nodes, highest step first. Collective."""
+def _local_choices(
+    ranks: RankAgreement, output_dir: Path, above: int | None = None, *, or_none: bool = False
+) -> _Choices:
+    """Step, directory and what is known of the checkpoints of all nodes, highest step first. Collective.
+
+    With ``or_none`` it gives none, and a warning, where nodes have none in common. What cannot be asked may
+    hold the newest, so that is an error all the same.
+    """
     if ranks.is_spread:
         return [
             (each.manifest.step, output_dir, each) for each in whole_saves(ranks, output_dir, above=above)
         ]
     found = ranks.run(_PHASE, lambda: _saves(output_dir, above=above) if ranks.is_leader else [])
-    saves = ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))
-    return [(step, output_dir, None) for step, _ in map(_save, saves)]
-
-
-def _usable_choices(ranks: RankAgreement, directory: Path, above: int | None = None) -> _Choices:
-    """Like :func:`_local_choices`; none, and a warning, where nodes have none in common. Collective."""
     try:
-        return _local_choices(ranks, directory, above)
+        saves = ranks.run_on_main(_PHASE, lambda: _common(ranks, output_dir, found))
     except CheckpointError as error:
-        if ranks.broken:
+        if ranks.broken or not or_none:
             raise
         if ranks.rank == 0:
-            _logger.warning("passing over the checkpoints in %s: %s", directory, error)
+            _logger.warning("passing over the checkpoints in %s: %s", output_dir, error)
         return []
+    return [(step, output_dir, None) for step, _ in map(_save, saves)]
 
 
 def _newest(
     ranks: RankAgreement, output_dir: Path, remote_dir: Path | None, above: int | None
 ) -> Chosen | None:
-    choices = (_local_choices if above is None else _usable_choices)(ranks, output_dir, above)
+    choices = _local_choices(ranks, output_dir, above, or_none=above is not None)
     if remote_dir is not None:
         more = ranks.run_on_main(_PHASE, lambda: _remote_saves(remote_dir, output_dir, above))
         # Stable: of one step the local checkpoint comes first.

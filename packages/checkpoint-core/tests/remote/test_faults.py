@@ -5,8 +5,10 @@ import re
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import torch
 from s3_proxy import Proxy
 
 from checkpoint_core import (
@@ -37,8 +39,6 @@ def gateway(weed, use) -> Iterator[Proxy]:
 
 def manager(url: str, timeout_seconds: float = 6.0) -> CheckpointManager:
     config = CheckpointConfig(url, timeout_seconds=timeout_seconds)
-    import torch
-
     return CheckpointManager(config, {"model": torch.nn.Linear(300, 300)})
 
 
@@ -195,6 +195,26 @@ def test_an_outage_is_not_taken_for_damage(gateway: Proxy, s3: str, use) -> None
     )
     with pytest.raises(CheckpointError, match="the store failed"):
         manager(s3).load_checkpoint()
+
+
+def test_an_outage_is_not_taken_for_damage_where_memory_has_an_older_one(
+    gateway: Proxy, s3: str, use, tmp_path: Path
+) -> None:
+    def with_memory() -> CheckpointManager:
+        config = CheckpointConfig(s3, memory_dir=tmp_path / "memory", timeout_seconds=6.0)
+        return CheckpointManager(config, {"model": torch.nn.Linear(3, 3)})
+
+    use({"AWS_ENDPOINT_URL": gateway.address})
+    (tmp_path / "memory").mkdir()
+    with with_memory() as saving:
+        saving.save_to_memory(1)
+        saving.save(2)
+    with with_memory() as resumed:
+        gateway.fault = lambda method, path, number: (403, error("AccessDenied"))
+        with pytest.raises(CheckpointError, match="the credentials do not permit it"):
+            resumed.load()
+        gateway.fault = lambda method, path, number: None
+        assert resumed.load().step == 2  # type: ignore[union-attr]
 
 
 def _resume_and_save(url: str, step: int) -> None:
