@@ -401,6 +401,36 @@ def test_files_of_an_earlier_version_are_compiled_anew(
     assert "was written with another key" in caplog.text
 
 
+def test_a_user_without_a_home_directory_is_a_warning(
+    cached: Arguments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (compile_cache.KEY_VARIABLE, "XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    # What the system says of the user; the rest is as in such a container.
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    before = os.environ[compile_cache.VARIABLE]
+    with CompileCache(cached(), env()):
+        assert os.environ[compile_cache.VARIABLE] == before
+    assert "its key has no place (this user has no home directory; name a file of the key in" in caplog.text
+
+
+def test_a_directory_that_cannot_be_looked_at_is_told_to_all_ranks(cached: Arguments, tmp_path: Path) -> None:
+    """An error of one rank before they meet would leave the others waiting."""
+    # Longer than a file system allows: an error of the system's that also root gets.
+    args = cached(torch_compile_cache_dir=str(tmp_path / ("x" * 300)))
+    with pytest.raises(ConfigurationError, match=r"cannot be looked at .*File name too long"):
+        check_cache_dir(args, env())
+
+
+def test_a_loop_of_links_is_a_warning(
+    cached: Arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with CompileCache(cached(torch_compile_cache_dir=str(tmp_path / "loop")), env()):
+        pass
+    assert "could not be made" in caplog.text
+
+
 @pytest.mark.parametrize("content", ["", "short", None])
 def test_a_key_that_cannot_be_is_a_warning(
     cached: Arguments,

@@ -64,7 +64,8 @@ def check_cache_dir(args: TrainingArguments, ranks: Ranks) -> None:
 
     Raises:
         ConfigurationError: On every rank, if it lies in a checkpoint, is not a directory, belongs to another
-            user, or others may write to it. A `DataError` names the ranks, if it is so for some of them.
+            user, cannot be looked at, or others may write to it. A `DataError` names the ranks, if it is so
+            for some of them.
     """
     if args.torch_compile_cache_dir is None:
         return
@@ -73,11 +74,22 @@ def check_cache_dir(args: TrainingArguments, ranks: Ranks) -> None:
         _check_own(args.torch_compile_cache_dir, ranks)
     except ConfigurationError as error:
         failure = error
+    except OSError as error:  # here as well the other ranks wait for this one below
+        failure = ConfigurationError(
+            SETTING,
+            args.torch_compile_cache_dir,
+            f"cannot be looked at ({error})",
+            "make it accessible to this user, or choose another directory",
+        )
     ranks.fail_together(failure, f"use its {SETTING}")
 
 
+def _resolved(given: str) -> Path:
+    return Path(os.path.realpath(given))  # Path.resolve raises RuntimeError in a loop of links
+
+
 def _check_own(given: str, ranks: Ranks) -> None:
-    directory = Path(given).resolve()
+    directory = _resolved(given)
     for folder in (directory, *directory.parents):
         if (folder / "manifest.json").is_file():
             rule = f"lies in the checkpoint {folder}, and checkpoints hold no code"
@@ -130,7 +142,7 @@ class CompileCache(AbstractContextManager["CompileCache"]):
     def __init__(self, args: TrainingArguments, ranks: Ranks) -> None:
         given = args.torch_compile_cache_dir if args.torch_compile else None
         self._args = args
-        self._directory = None if given is None else Path(given).resolve()
+        self._directory = None if given is None else _resolved(given)
         self._ranks = ranks
         self._is_prepared = False
         self._key = b""
@@ -161,8 +173,12 @@ class CompileCache(AbstractContextManager["CompileCache"]):
         with self._warning_of_failure("could not be made"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_cache_dir(self._args, self._ranks)
-        with _WarningOfFailure(f"{SETTING}: the key {_key_path()} cannot be used"):
-            self._key = _read_key(_key_path())
+        key_path: Path | None = None
+        with _WarningOfFailure(f"{SETTING}: its key has no place"):
+            key_path = _key_path()
+        if key_path is not None:
+            with _WarningOfFailure(f"{SETTING}: the key {key_path} cannot be used"):
+                self._key = _read_key(key_path)
         if self._key:
             with self._warning_of_failure("has no use, because no folder to compile in could be made"):
                 self._local = _local_folder(self._before)
@@ -193,11 +209,11 @@ class CompileCache(AbstractContextManager["CompileCache"]):
         if not self._has_compiled or self._directory is None or self._local is None:
             return
         self._has_compiled = False
-        found = dict(_entries(self._local))
-        if found.keys() <= self._kept:
-            return  # all of it came from the file
         path = _candidates(self._directory, self._ranks)[0]
         with self._warning_of_failure("could not be written"):
+            found = dict(_entries(self._local))
+            if found.keys() <= self._kept:
+                return  # all of it came from the file
             _write(path, self._local, _bounded(found), _facts(self._ranks.device), self._key)
             self._kept = frozenset(found)
 
@@ -410,10 +426,22 @@ def _key_id(key: bytes) -> bytes:
 
 
 def _key_path() -> Path:
+    """Where the key is.
+
+    Raises:
+        FileNotFoundError: If no variable names it, and the user has no home directory.
+    """
     named = os.environ.get(KEY_VARIABLE)
     if named:
         return Path(named)
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    state: str | Path | None = os.environ.get("XDG_STATE_HOME")
+    if not state:
+        try:
+            state = Path.home() / ".local" / "state"
+        except RuntimeError as error:  # as where a container gives the process a user that it does not know
+            raise FileNotFoundError(
+                f"this user has no home directory; name a file of the key in {KEY_VARIABLE}"
+            ) from error
     return Path(state) / "trainer-core" / "compile-cache.key"
 
 
