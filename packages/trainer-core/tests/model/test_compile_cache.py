@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -429,6 +430,65 @@ def test_a_loop_of_links_is_a_warning(
     with CompileCache(cached(torch_compile_cache_dir=str(tmp_path / "loop")), env()):
         pass
     assert "could not be made" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_key_that_others_may_read_is_not_used(
+    cached: Arguments,
+    tmp_path: Path,
+    mode: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k" * 64)
+    key.chmod(mode)
+    monkeypatch.setenv(compile_cache.KEY_VARIABLE, str(key))
+    before = os.environ[compile_cache.VARIABLE]
+    with CompileCache(cached(), env()):
+        assert os.environ[compile_cache.VARIABLE] == before
+    assert f"others have access to it (mode {mode:o})" in caplog.text
+    assert f"chmod 600 {key}" in caplog.text
+    key.chmod(0o600)
+    assert compile_cache._read_key(key) == b"k" * 64
+
+
+def test_a_key_is_made_where_files_have_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("os.link", refuse)
+    path = tmp_path / "keys" / "key"
+    key = compile_cache._read_key(path)
+    assert len(key) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert compile_cache._read_key(path) == key
+    assert [each.name for each in path.parent.iterdir()] == ["key"]
+    with pytest.raises(FileExistsError):
+        compile_cache._make_key(path)
+    assert path.read_bytes() == key
+
+
+def test_a_key_that_another_rank_is_writing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    monkeypatch.setattr("time.sleep", lambda _: path.write_text("k" * 64))
+    assert compile_cache._read_key(path) == b"k" * 64
+
+
+def test_hosts_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """As those in one folder that they share: each would take the other's processes for dead."""
+    spaces = []
+    for host, boot in (("a", "1"), ("b", "2"), ("c", "1")):
+        (tmp_path / host / "sys/kernel/random").mkdir(parents=True)
+        (tmp_path / host / "sys/kernel/random/boot_id").write_text(boot)
+        (tmp_path / host / "self/ns").mkdir(parents=True)
+        (tmp_path / host / "self/ns/pid").symlink_to("pid:[4026531836]")
+        spaces.append(compile_cache._process_space(tmp_path / host))
+    assert spaces[0] != spaces[1]
+    assert spaces[0] == spaces[2]
 
 
 @pytest.mark.parametrize("content", ["", "short", None])

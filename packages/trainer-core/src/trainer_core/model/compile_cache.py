@@ -52,6 +52,8 @@ _FORMAT = 2
 _ID_BYTES, _MAC_BYTES = 8, 32
 """In front of the packed entries: which key it was, and what only that makes of the rest."""
 _KEY_CHARACTERS = 64
+_KEY_READS = 10
+"""So often an empty key is read, which another rank may be writing."""
 _LOCAL = "torch_compile"
 _LOCKS = "locks"
 """Folder of inductor's lock files."""
@@ -338,10 +340,14 @@ def _local_folder(base: str | None) -> Path:
     return local
 
 
-def _process_space() -> str:
-    """Digits of this host and its process namespace: a shared folder has those of other processes, too."""
-    space = Path("/proc/self/ns/pid")
-    where = f"{platform.node()} {space.readlink() if space.is_symlink() else ''}"
+def _process_space(kernel: Path = Path("/proc")) -> str:
+    """Digits of this host, boot and process namespace: a shared folder has those of other processes, too."""
+    where, space = platform.node(), kernel / "self/ns/pid"
+    # Hosts may share a name, and outside of containers all have a namespace of the same number.
+    with suppress(OSError):
+        where += " " + (kernel / "sys/kernel/random/boot_id").read_text()
+    if space.is_symlink():
+        where += f" {space.readlink()}"
     return hashlib.sha256(where.encode()).hexdigest()[:8]
 
 
@@ -449,25 +455,60 @@ def _read_key(path: Path) -> bytes:
     """The key in a file, which is made with a new one if it is not there.
 
     Raises:
-        OSError: If it cannot be made or read, or somebody else may write it.
+        OSError: If it cannot be made or read, or somebody else may read or write it.
     """
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=path.parent)  # only its owner may read it
-        try:
-            with os.fdopen(number, "w") as file:
-                file.write(secrets.token_hex(_KEY_CHARACTERS // 2))
-            with suppress(FileExistsError):
-                os.link(name, path)  # whole at once; of several ranks the first one's
-        finally:
-            Path(name).unlink()
-    with path.open("rb") as file:
-        found, key = os.fstat(file.fileno()), file.read(1 << 12).strip()
-    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"another user may write {path}")
+        with suppress(FileExistsError):  # of several ranks the first one's
+            _make_key(path)
+    for _ in range(_KEY_READS):
+        with path.open("rb") as file:
+            found, key = os.fstat(file.fileno()), file.read(1 << 12).strip()
+        if key:
+            break
+        time.sleep(0.05)  # Without links it is there for a moment before it has its content.
+    if found.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"it belongs to user {found.st_uid}; name one of this user's in {KEY_VARIABLE}")
+    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise PermissionError(
+            f"others have access to it (mode {stat.S_IMODE(found.st_mode):o}), and who has it can write code "
+            f"that this run would execute; make it yours alone with chmod 600 {path}, and if others may have "
+            "read it, remove it: a new one is made"
+        )
     if len(key) < _KEY_CHARACTERS:
-        raise OSError(f"{path} has {len(key)} characters, and a key has {_KEY_CHARACTERS} or more")
+        raise OSError(
+            f"it has {len(key)} characters, and a key has {_KEY_CHARACTERS} or more; remove it, and a new "
+            "one is made"
+        )
     return key
+
+
+def _make_key(path: Path) -> None:
+    """Make a file with a new key, which only its owner may read.
+
+    Raises:
+        FileExistsError: If it is there.
+    """
+    key = secrets.token_hex(_KEY_CHARACTERS // 2).encode()
+    number, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(key)
+        os.link(name, path)  # whole at once
+        return
+    except FileExistsError:
+        raise
+    except OSError as error:
+        logger.debug("%s: %s has no links to files (%s)", SETTING, path.parent, error)
+    finally:
+        Path(name).unlink()
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(key)
+    except OSError:
+        path.unlink()  # and not an empty one, which every later start would find
+        raise
 
 
 def _open(path: Path) -> BinaryIO:
