@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -251,6 +252,48 @@ def test_damaged_files_are_named_and_passed_over(cached: Arguments, caplog: pyte
             local = Path(os.environ[compile_cache.VARIABLE])
             assert not list(local.iterdir()), what
         assert f"{path} is damaged" in caplog.text, what
+
+
+def damaged_when_written(whole: bytes) -> dict[str, tuple[bytes, str]]:
+    """Files that this user's key vouches for, and what is said of each."""
+    at, entry = whole.index(b"0123456789"), whole.index(b"PK\x01\x02")
+    told = whole.index(b'{"format"')
+
+    def put(position: int, *numbers: bytes) -> bytes:
+        content = b"".join(numbers)
+        return whole[:position] + content + whole[position + len(content) :]
+
+    return {
+        "not a zip": (whole[:HEADER] + b"\x80\x04text", "File is not a zip file"),
+        "cut": (whole[:-300], "File is not a zip file"),
+        "a bit": (put(at, b"9"), "damaged at a/one.so"),
+        "facts that are not JSON": (put(told, b"["), "Expecting ',' delimiter"),
+        "facts that are not a dict": (put(told, b" " * (len(whole) - told - 1), b"1"), "has no attribute"),
+        "another compression": (put(entry + 10, b"\x63\x00"), "compression method is not supported"),
+        "an entry beyond the end": (
+            put(entry + 20, (1 << 20).to_bytes(4, "little") * 2),
+            "EOFError|Overlapped entries",  # Python looks for the latter since 3.11.8
+        ),
+    }
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_was_damaged_before_it_was_authenticated_is_passed_over(
+    cached: Arguments, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a disk while it was written, from which the code that vouches for it is read."""
+    args = cached()
+    compiles(CompileCache(args, env()), {"a/one.so": b"0123456789"})
+    path = Path(str(args.torch_compile_cache_dir)) / "rank-00000.zip"
+    for what, (content, told) in damaged_when_written(path.read_bytes()).items():
+        keep(path.parent, content)
+        authenticate(path)
+        caplog.clear()
+        forget_warnings()  # each is given once a process
+        with CompileCache(args, env()):
+            local = Path(os.environ[compile_cache.VARIABLE])
+            assert not list(local.iterdir()), what
+        assert re.search(f"{path} is damaged .*({told})|{path} is {told}", caplog.text), (what, caplog.text)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -265,12 +265,12 @@ class CompileCache(AbstractContextManager["CompileCache"]):
         except (
             OSError,
             ValueError,
-            AttributeError,
+            AttributeError,  # of facts that are not a dict
             zipfile.BadZipFile,
-            EOFError,
+            EOFError,  # zipfile's, of an entry that reaches beyond the end
             NotImplementedError,  # zipfile's, of a damaged header that names another compression
         ) as error:
-            self._warn(path, f"is damaged ({error})")
+            self._warn(path, f"is damaged ({str(error) or type(error).__name__})")
             # A part of it would do: torch looks each entry up by what it was made from.
             return []
 
