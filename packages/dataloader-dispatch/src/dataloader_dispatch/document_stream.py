@@ -277,10 +277,9 @@ class DocumentStream(IterableDataset[dict[str, torch.Tensor]]):
             DataError: This is the only rank. With several, the others may have rows, and a warning is logged.
         """
         epoch = position.cursor.epoch
-        # Nothing is known of what was skipped; a span that leaves the first row leaves an epoch that has any.
-        if not position.cursor.at_start(position.own_streams) or any(
-            span.holds(epoch, 0) for span in self.skip
-        ):
+        # A span that leaves the first row leaves some of an epoch that has any.
+        skipped = any(span.holds(epoch, 0) for span in self.skip)
+        if skipped or not position.cursor.at_start(position.own_streams):
             return
         held = "no text"
         if self.drop_last:
