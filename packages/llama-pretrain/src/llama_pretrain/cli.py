@@ -32,7 +32,7 @@ usage: {PROG} [train] [options]     train a Llama, or continue with a run that w
        {PROG} verify [options]      prove on this machine what the tests prove elsewhere
 
 Without a word it trains: a byte-level model on the text of the Python standard library, in less than
-three minutes on two CPU cores. Ctrl-C saves; the same command continues.
+two minutes on two CPU cores. Ctrl-C saves; the same command continues.
 
 options of train that are used most (all of them: {PROG} train --help):
   --output-dir DIR           checkpoints, logs, figures and config.yaml [runs/default]
