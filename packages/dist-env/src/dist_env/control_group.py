@@ -206,7 +206,7 @@ class ControlGroup:
         """The largest byte of all ranks at each place. Collective.
 
         The ranks form the tree of `gather`: 2 log2 N messages of N ranks follow one another. Those of
-        `all_reduce_max`, which goes on by itself while the ranks do something else, are 2 (N - 1).
+        `all_reduce_max`, which continues while the ranks do something else, are 2 (N - 1).
 
         Args:
             doing: What the ranks are doing, for the message.
