@@ -208,6 +208,18 @@ def test_steps_that_no_later_session_began_with_are_lost(tmp_path: Path, write: 
     assert [each.seconds["lost"] for each in sessions] == [0, 10, 5, 0]
 
 
+@pytest.mark.parametrize("event", ["alive", "end"])
+def test_a_restart_from_a_step_behind_the_last_sign_of_life(tmp_path: Path, write: Write, event: str) -> None:
+    """One in memory, saved in the tenth of a second that had not been written yet."""
+    write(0, 0, 5, 0, 5, {"steps": 4.0}, {4: {"steps": 3.0}}, event=event)
+    write(10, 10, 20, 6, 12, {"steps": 8.0}, event="end")
+    first, second = read_goodput(tmp_path).sessions
+    # A session that has ended has had no step behind its last one: this checkpoint came from elsewhere.
+    kept = 4 if event == "alive" else 0
+    assert (first.seconds["steps"], second.seconds["steps"]) == (kept, 8)
+    assert first.seconds["lost"] == {"alive": 1, "end": 4}[event]
+
+
 def test_a_clock_that_is_set_back_leaves_what_was_measured(tmp_path: Path, write: Write) -> None:
     write(0, 10, -50, 0, 100, {"steps": 100.0}, event="end")
     (session,) = read_goodput(tmp_path).sessions

@@ -146,13 +146,20 @@ class _Read:
         self.lost = 0.0
         self.seconds = dict(last.seconds)
 
-    def leads_to(self, step: int) -> bool:
-        """Whether a later session may have begun with what this one had at a step."""
-        return step in self.saves or step == self.last.step
+    def how_surely_leads_to(self, step: int) -> int:
+        """How surely a later session has begun with what this one had at a step; 0: it has not."""
+        if step < self.first_step:
+            return 0
+        if step in self.saves or step == self.last.step:
+            return 3
+        if step < self.last.step:
+            return 2
+        # Its last sign of life was written before its last steps, of which one may be saved in memory.
+        return 1 if self.last.event == "alive" else 0
 
     def keep(self, step: int) -> None:
         """What was done behind a step is lost; 0 for all of it."""
-        kept = self.seconds if step == self.last.step else self.saves.get(step)
+        kept = self.seconds if step >= self.last.step else self.saves.get(step)
         if kept is None:
             before = [each for each in self.saves if each <= step]
             kept = self.saves[max(before)] if before else {}
@@ -187,13 +194,14 @@ class _Read:
 
 def _mark_lost(read: Sequence[_Read]) -> None:
     """Follow the last session back to the first step: what is not on the way is not in the model."""
-    kept = {len(read) - 1: read[-1].last.step}
-    step = read[-1].first_step
-    for place in reversed(range(len(read) - 1)):
-        own = read[place]
-        follows = own.leads_to(step) or not any(each.leads_to(step) for each in read[:place])
-        if step > 0 and follows and own.first_step <= step <= own.last.step:
-            kept[place], step = step, own.first_step
+    place = len(read) - 1
+    kept = {place: read[place].last.step}
+    while place > 0 and (step := read[place].first_step) > 0:
+        sure = [each.how_surely_leads_to(step) for each in read[:place]]
+        if not any(sure):
+            break
+        place = max(range(place), key=lambda each: (sure[each], each))
+        kept[place] = step
     for place, own in enumerate(read):
         own.keep(kept.get(place, -1))
 
