@@ -50,13 +50,17 @@ def start(words: list[str], folder: Path, endpoint: str) -> subprocess.Popen[byt
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
     until = time.monotonic() + START_SECONDS
-    outside = dict(os.environ)
-    os.environ.update(Server(endpoint).environment())
+    settings = Server(endpoint).environment()
+    # No other variable is touched: a thread of a test may read them meanwhile.
+    before = {name: os.environ.pop(name, None) for name in settings}
+    os.environ.update(settings)
     try:
         store = ObjectStore("s3://tests", 1.0)
     finally:
-        os.environ.clear()
-        os.environ.update(outside)
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
     while True:
         try:
             store.put("started", b"yes")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -107,8 +107,6 @@ def test_server_that_comes_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Longer than the library tries by itself, which is two seconds or so where connections are refused."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -122,26 +120,33 @@ def test_server_that_comes_late_is_waited_for(
         def log_message(self, *arguments: object) -> None:
             return
 
+    # Its port is taken from here on, so that no other program answers there.
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer, bind_and_activate=False)
+    server.server_bind()
+
+    def begin() -> None:
+        until = time.monotonic() + 60
+        while "it is tried again, for 60 s at most" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.05)
+        server.server_activate()
+        server.serve_forever()
+
     for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    began: list[ThreadingHTTPServer] = []
-
-    def begin() -> None:
-        began.append(ThreadingHTTPServer(("127.0.0.1", port), Answer))
-        began[0].serve_forever()
-
-    timer = threading.Timer(9.0, begin)
-    timer.start()
-    assert ObjectStore("s3://bucket", 600.0).get("a") == b"here"
-    assert began
-    began[0].shutdown()
+    beginning = threading.Thread(target=begin)
+    beginning.start()
+    try:
+        assert ObjectStore("s3://bucket", 600.0).get("a") == b"here"
+    finally:
+        server.shutdown()
+        beginning.join()
+        server.server_close()
     assert "it is tried again, for 60 s at most" in caplog.text
-    timer.join()
 
 
 class _Empty(BaseHTTPRequestHandler):

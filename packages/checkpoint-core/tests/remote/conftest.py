@@ -1,6 +1,7 @@
 """Real S3 servers: one that honours conditional puts (SeaweedFS), and one that ignores them (rclone)."""
 
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,7 +41,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """Sets the environment of the stores that this process opens from then on."""
+    """Sets the environment of the stores that this process opens from then on, and ends with its uploads."""
 
     def apply(environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
@@ -48,6 +49,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, str]
         open_object_store.cache_clear()
 
     yield apply
+    # One that was given up may open a store when the environment of this test is gone, for the next test.
+    for thread in threading.enumerate():
+        if thread.name.startswith("uploading to "):
+            thread.join(60)
+            assert not thread.is_alive(), thread.name
     open_object_store.cache_clear()
 
 
