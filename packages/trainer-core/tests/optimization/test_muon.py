@@ -7,10 +7,13 @@ import sys
 
 import pytest
 import torch
-from torch.optim import AdamW, Muon
+from torch import optim
+from torch.optim import AdamW
 
+import trainer_core.optimization.muon as muon_module
 from trainer_core import ConfigurationError, Multiopt
 from trainer_core.optimization import build_optimizer
+from trainer_core.optimization.muon import Muon
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def test_steps_as_the_two_by_hand(named_net, loss_of, arguments):
     groups = [{"params": decaying, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     by_hand = [
         AdamW(groups, lr=1e-2, fused=True),
-        Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw"),
+        optim.Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw"),
     ]
     for step in range(6):
         for each in (model, hand):
@@ -70,6 +73,49 @@ def test_steps_as_the_two_by_hand(named_net, loss_of, arguments):
             member.step()
     for (name, one), other in zip(model.named_parameters(), hand.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_small_matrices_of_a_shape_go_together_with_the_bits_of_torch(monkeypatch, threads, nesterov):
+    """Wide, tall, square, too small for a stack, and more than one stack holds; some without a gradient."""
+    monkeypatch.setattr("trainer_core.optimization.muon._MOST_STACKED", 3 * 64 * 24)
+    stacks = []
+    real = muon_module._orthogonal_stack
+    monkeypatch.setattr(
+        muon_module, "_orthogonal_stack", lambda some, group: stacks.append(some.shape) or real(some, group)
+    )
+    shapes = (
+        [(64, 24)] * 7 + [(24, 64)] * 2 + [(32, 32)] * 2 + [(8, 8)] * 2 + [(7, 90)] * 2 + [(1, 5), (48, 16)]
+    )
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    ours, torchs = ([torch.nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    options = {"lr": 0.05, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
+    one, other = Muon(ours, **options), optim.Muon(torchs, **options)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for step in range(8):
+            for number, (mine, its) in enumerate(zip(ours, torchs, strict=True)):
+                gradient = torch.randn(mine.shape, generator=generator)
+                mine.grad, its.grad = (None, None) if number % 5 == step else (gradient, gradient.clone())
+            one.step()
+            other.step()
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(mine, its) for mine, its in zip(ours, torchs, strict=True))
+    assert not any(torch.equal(mine, value) for mine, value in zip(ours, values, strict=True))
+    assert (3, 64, 24) in stacks
+    assert all(shape[0] <= 3 for shape in stacks if shape[1:] == (64, 24))
+    assert not any(min(shape) == 1 or 7 in shape for shape in stacks)
+
+
+def test_complex_matrices_are_refused(arguments):
+    layer = torch.nn.Linear(4, 4, dtype=torch.complex64)
+    layer.get_output_embeddings = lambda: None
+    with pytest.raises(ConfigurationError, match=r"complex parameters, of which weight is one"):
+        build_optimizer(arguments(optim="muon"), layer)
 
 
 def test_options_and_groups_are_those_given(named_net, arguments):
@@ -119,11 +165,11 @@ def test_a_torch_without_the_private_parts_is_refused_only_where_they_are_used()
     program = """
 import sys, torch
 sys.modules["torch.optim._muon"] = None  # as in a torch that has moved them
-from trainer_core.optimization.muon import ShardedMuon
+from trainer_core.optimization.muon import Muon
 from trainer_core import Trainer, TrainingArguments
 TrainingArguments(optim="muon")
 try:
-    ShardedMuon([torch.nn.Parameter(torch.ones(2, 2))])
+    Muon([torch.nn.Parameter(torch.ones(2, 2))])
 except ValueError as error:
     print(error)
 """

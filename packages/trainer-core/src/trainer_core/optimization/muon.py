@@ -1,4 +1,4 @@
-"""Muon: which parameters it takes, and whole matrices for it where ranks hold parts of them."""
+"""Muon: which parameters it takes, whole matrices for it where ranks hold parts, and small ones together."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed import ProcessGroup
-from torch.optim import Muon
 
 from ..arguments import MinimalTrainingArguments
 from ..distributed.executor import own_part
 from ..errors import ConfigurationError
 
 # Private in torch 2.11 to 2.13: the iteration and the factor of the rate of `Muon.step`, which has no
-# place between gradient and iteration. `ShardedMuon` is refused under a torch without them.
+# place between gradient and iteration. This `Muon` is refused under a torch without them.
 try:
     from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 except ImportError as error:
@@ -28,6 +27,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Group = dict[str, Any]
+_MOST_STACKED = 2**21
+"""Numbers in a stack of matrices, which is held beside them for a step. Larger ones fill the cores alone."""
+_LEAST_STACKED = 8
+"""Rows and columns of a matrix in a stack: torch adds products of smaller ones in another order there."""
 
 
 def matrices_for_adamw(model: nn.Module) -> dict[str, str]:
@@ -65,7 +68,7 @@ def matrices_for_adamw(model: nn.Module) -> dict[str, str]:
     return {name: reasons[id(parameter)] for name, parameter in named if id(parameter) in reasons}
 
 
-def build_muon(args: MinimalTrainingArguments, groups: list[Group]) -> Muon:
+def build_muon(args: MinimalTrainingArguments, groups: list[Group]) -> optim.Muon:
     """Muon over group dicts of named matrices, which may be empty; other options come from `args`.
 
     Learning rate and weight decay are AdamW's unless `optim_kwargs` has others, so the factor of the learning
@@ -77,19 +80,31 @@ def build_muon(args: MinimalTrainingArguments, groups: list[Group]) -> Muon:
         "adjust_lr_fn": "match_rms_adamw",
         **args.optim_kwargs,
     }
-    matrices = (matrix for group in groups for _, matrix in group["params"])
-    kind = ShardedMuon if any(own_part(matrix) is not matrix for matrix in matrices) else Muon
+    members = [member for group in groups for member in group["params"]]
+    if strange := [name for name, matrix in members if matrix.is_complex()]:
+        raise ConfigurationError(
+            "optim",
+            "muon",
+            f"does not support complex parameters, of which {strange[0]} is one",
+            "train with optim='adamw', or give it another optimizer by `optimizer_groups`",
+        )
+    divided = any(own_part(matrix) is not matrix for _, matrix in members)
+    # Where torch lacks what this `Muon` needs, its own does the same steps, more slowly on small matrices.
+    kind = Muon if divided or _missing is None else optim.Muon
     return kind(groups, **options)
 
 
-class ShardedMuon(Muon):
-    """torch's Muon for matrices of which ranks hold parts: each is made whole to be orthogonalized.
+class Muon(optim.Muon):
+    """The steps of torch's Muon, to the bit, where ranks hold parts of a matrix, and faster for small ones.
 
     `torch.optim.Muon` steps DTensors, too, but multiplies their parts in bfloat16 and adds up the products,
-    which rounds otherwise than one process does. Here a whole matrix is computed as one process would, in
-    bfloat16 from the first, as the iteration begins with that: where ranks divide rows, each computes another
-    matrix, else all compute the same. State stays divided as the parameters are. Gradients have to be placed
-    as their parameters are.
+    which rounds otherwise than one process does. Here each matrix is made whole to be orthogonalized, and is
+    computed as one process would, in bfloat16 from the first, as the iteration begins with that: where ranks
+    divide rows, each computes another matrix, else all compute the same. State stays divided as the
+    parameters are. Gradients have to be placed as their parameters are.
+
+    On a CPU, whole matrices of one shape are orthogonalized as a stack, as long as that is small. Products of
+    a stack have the bits of single ones there; on other devices nobody has looked, and each goes by itself.
 
     Args:
         params: As of `torch.optim.Muon`.
@@ -126,8 +141,12 @@ class ShardedMuon(Muon):
                 loss = closure()
         for group in self.param_groups:
             together: dict[ProcessGroup, list[Tensor]] = {}
+            alike: dict[tuple[torch.Size, bool], list[Tensor]] = {}
             for matrix in group["params"]:
                 if matrix.grad is None:
+                    continue
+                if own_part(matrix) is matrix:
+                    alike.setdefault((matrix.shape, matrix.device.type == "cpu"), []).append(matrix)
                     continue
                 if (sharers := _sharers_of_rows(matrix)) is None:
                     update = _whole(self._update(matrix, group), matrix)
@@ -141,7 +160,21 @@ class ShardedMuon(Muon):
             for sharers, some in together.items():
                 if some:
                     self._step_together(some, group, sharers)
+            for (shape, stackable), some in alike.items():
+                stackable = stackable and min(shape) >= _LEAST_STACKED
+                most = max(1, _MOST_STACKED // max(1, shape.numel())) if stackable else 1
+                for first in range(0, len(some), most):
+                    self._step_stack(some[first : first + most], group)
         return loss
+
+    def _step_stack(self, matrices: Sequence[Tensor], group: Group) -> None:
+        """Step whole matrices of one shape."""
+        if len(matrices) == 1:
+            self._apply(matrices[0], _orthogonal(self._update(matrices[0], group), group), group)
+            return
+        updates = torch.stack([self._update(matrix, group) for matrix in matrices])
+        for matrix, step in zip(matrices, _orthogonal_stack(updates, group), strict=True):
+            self._apply(matrix, step, group)
 
     def _step_together(self, matrices: Sequence[Tensor], group: Group, sharers: ProcessGroup) -> None:
         """Step up to as many matrices as there are ranks: rows go to the one that computes, and come back."""
@@ -182,10 +215,23 @@ def _orthogonal(update: Tensor, group: Group) -> Tensor:
     return result
 
 
+def _orthogonal_stack(updates: Tensor, group: Group) -> Tensor:
+    """What `_orthogonal` makes of each update of [matrices, rows, columns], which is overwritten."""
+    scale, of_gram, of_square = group["ns_coefficients"]
+    tall = updates.size(1) > updates.size(2)
+    result = updates.mT if tall else updates
+    # One by one: a sum over the stack may be rounded to another bfloat16.
+    norms = torch.stack([each.norm() for each in result])
+    result.div_(norms.clamp(min=group["eps"])[:, None, None])
+    for _ in range(group["ns_steps"]):
+        gram = result @ result.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=of_gram, alpha=of_square)
+        result = torch.baddbmm(result, gram, result, beta=scale)
+    return result.mT if tall else result
+
+
 def _sharers_of_rows(matrix: Tensor) -> ProcessGroup | None:
-    """The ranks that hold rows of a matrix, if nothing else of it is divided."""
-    if own_part(matrix) is matrix:
-        return None
+    """The ranks that hold rows of a matrix that is divided, if nothing else of it is."""
     placed = cast("DTensor", matrix)
     mesh = placed.device_mesh
     divided = [
@@ -204,8 +250,6 @@ def _rows(length: int, ranks: int) -> list[int]:
 
 def _whole(part: Tensor, like: Tensor) -> Tensor:
     """The matrix of which this rank has a part, placed as another one is."""
-    if own_part(like) is like:
-        return part
     from torch.distributed.tensor import DTensor
 
     placed = cast("DTensor", like)
@@ -218,8 +262,6 @@ def _whole(part: Tensor, like: Tensor) -> Tensor:
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a matrix that all ranks have, placed as another one is."""
-    if own_part(like) is like:
-        return whole
     from torch.distributed.tensor import DTensor, Replicate
 
     placed = cast("DTensor", like)

@@ -53,7 +53,6 @@ def main() -> None:
     held = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
     state = [sharded.state[part]["momentum_buffer"] for part in parts]
     notes = {
-        "kind": type(sharded).__name__,
         "same": [torch.equal(one, part) for one, part in zip(whole, held, strict=True)],
         "moved": [not torch.equal(one, value) for one, value in zip(whole, begin, strict=True)],
         "sharded state": [isinstance(each, DTensor) for each in state],
