@@ -177,6 +177,16 @@ def test_whole_numbers_serve_as_floats_and_arguments_are_frozen() -> None:
         args.seed = 3  # type: ignore[misc]
 
 
+def test_whole_numbers_among_the_options_of_a_mapping_stay_whole() -> None:
+    args = arguments_from_dict(TrainingArguments, {"optim": "muon", "optim_kwargs": {"ns_steps": 3, "lr": 1}})
+    assert [type(value) for value in args.optim_kwargs.values()] == [int, int]
+    schedule = {"num_decay_steps": 2, "num_stable_steps": 2, "min_lr_ratio": 0.5, "decay_type": "linear"}
+    args = arguments_from_dict(
+        TrainingArguments, {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": schedule}
+    )
+    assert args.lr_scheduler_kwargs == schedule
+
+
 def test_every_field_is_documented() -> None:
     docs = field_docs(TrainingArguments)
     assert set(docs) == {field.name for field in dataclasses.fields(TrainingArguments)}

@@ -157,7 +157,7 @@ class MinimalTrainingArguments:
     optim: str = "adamw"
     """Built-in optimizer: adamw, muon (for matrices of hidden layers, AdamW for the rest), or
     schedule_free_adamw (needs the extra schedulefree)."""
-    optim_kwargs: dict[str, float | int | str | bool] = field(default_factory=dict)
+    optim_kwargs: dict[str, int | float | str | bool] = field(default_factory=dict)
     """Options of muon (lr, weight_decay, momentum, nesterov, ns_steps, eps, adjust_lr_fn) or of
     schedule_free_adamw (r, weight_lr_power)."""
     learning_rate: float = 5e-5
@@ -172,7 +172,7 @@ class MinimalTrainingArguments:
     """AdamW's epsilon."""
     lr_scheduler_type: str = "linear"
     """Learning-rate schedule under its Hugging Face name; empty: a constant rate."""
-    lr_scheduler_kwargs: dict[str, float | int | str | bool] = field(default_factory=dict)
+    lr_scheduler_kwargs: dict[str, int | float | str | bool] = field(default_factory=dict)
     """Options of the schedule, such as min_lr_rate for cosine_with_min_lr."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
