@@ -20,7 +20,8 @@ from trainer_core import ConfigurationError
 
 LARGE = [name for name in recipe_names() if re.fullmatch(r"\d+b-\d+gpus", name)]
 TENSOR = [name for name in recipe_names() if name.endswith("-tensor")]
-SMALL = [name for name in recipe_names() if name.startswith("tiny") and name != "tiny-experts"]
+OTHER_STEPS = ("tiny-experts", "tiny-muon")
+SMALL = [name for name in recipe_names() if name.startswith("tiny") and name not in OTHER_STEPS]
 LONG = "7b-64gpus-long"
 EXPERTS = ("tiny-experts", "mixtral-8x7b-64gpus")
 
@@ -31,7 +32,7 @@ def test_the_installed_package_has_them() -> None:
     assert {"tiny-cpu", "tiny-2-processes", "tiny-pipeline", "7b-128gpus", "70b-464gpus"} <= set(
         recipe_names()
     )
-    assert sorted(recipe_names()) == sorted([*LARGE, *TENSOR, *SMALL, LONG, *EXPERTS])
+    assert sorted(recipe_names()) == sorted([*LARGE, *TENSOR, *SMALL, LONG, *EXPERTS, "tiny-muon"])
     assert {"mixtral-8x7b-64gpus", LONG} & set(recipe_names()[: len(SMALL) + 1]) == set(), (
         "the small ones first"
     )
@@ -123,6 +124,14 @@ def test_all_small_recipes_make_the_same_steps() -> None:
     assert {tokens_per_step(args) for args in seen.values()} == {1024}
     assert len({tuple(getattr(args, key) for key in same) for args in seen.values()}) == 1
     assert {args.trainer for args in seen.values()} == {"single", "ddp", "fsdp2", "pipeline"}
+
+
+def test_muon_makes_the_default_run() -> None:
+    args, default = resolve({"config": "tiny-muon"}), resolve({})
+    differ = {each.name for each in fields(args) if getattr(args, each.name) != getattr(default, each.name)}
+    lengths = {"max_steps", "eval_steps", "save_steps"}
+    assert differ == lengths | {"optim", "optim_kwargs", "learning_rate", "mesh", "output_dir"}
+    assert args.max_steps < default.max_steps
 
 
 def test_an_option_beats_a_recipe() -> None:
