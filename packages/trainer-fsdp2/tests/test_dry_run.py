@@ -61,6 +61,7 @@ def test_muon_and_an_average_are_held_in_shards(tmp_path: Path) -> None:
         found = FSDP2Trainer(
             args, model_init=Stack, train_dataset=Rows(), callbacks=[], distributed_env=env
         ).dry_run()
+    assert found.optimizer_name == "AdamW+Muon"
     # One moment of a block and two of the root, step counts of two tensors, and the average.
     assert found.optimizer == (4 * BLOCKS * BLOCK + 8 * ROOT + 4 * ALL) // 4 + 2 * 4
     # Rows of four blocks go to a rank for each, and come back, in bfloat16.

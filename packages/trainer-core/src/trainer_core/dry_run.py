@@ -36,6 +36,7 @@ from .metrics.memory import (
 from .model import fake_tensors, ordinary_tensors, run_settings
 from .optimization import average_weights
 from .periodic import set_length
+from .run_state import optimizer_kind
 from .state import fresh_state
 from .update import Update, build_update
 
@@ -56,7 +57,7 @@ class DryRun:
     optimizer: int
     """What it holds of the optimizer's state."""
     optimizer_name: str
-    """Class of the optimizer."""
+    """Class of the optimizer; of several that step together all, such as `AdamW+Muon`."""
     per_rank_state: tuple[int, ...]
     """Parameters, gradients and optimizer state of each of the ranks that share the weights of this one."""
     memory: RankMemory | None
@@ -163,7 +164,7 @@ def dry_run(
     return DryRun(
         parameters=sum(parameter.numel() for parameter in built.meta_model.parameters()),
         **sizes,
-        optimizer_name=type(optimizer).__name__,
+        optimizer_name=optimizer_kind(optimizer),
         per_rank_state=_per_rank([tensor for tensors in held.values() for tensor in tensors]),
         memory=_memory(built, live, sizes, passes=passes) if ranks.device.type == "cpu" else None,
         rows=rows,

@@ -412,7 +412,7 @@ class Hyperparameters:
     @property
     def kind(self) -> str:
         """What holds the state: the class of the optimizer, or the classes of several."""
-        return _kind(self._optimizer)
+        return optimizer_kind(self._optimizer)
 
     def complete(self) -> None:
         """Give the groups their `initial_lr` again, which a checkpoint without a schedule does not have."""
@@ -456,9 +456,10 @@ class Hyperparameters:
         ]
 
 
-def _kind(optimizer: Optimizer) -> str:
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """The name of an optimizer, of several that step together such as `AdamW+Muon`."""
     if isinstance(optimizer, OptimizerFacade):
-        return "+".join(_kind(member) for member in optimizer.optimizers)
+        return "+".join(optimizer_kind(member) for member in optimizer.optimizers)
     # A subclass takes up torch's state, and the other way round; checkpoints know it by this name.
     known = (kind.__name__ for kind in (AdamW, Muon) if isinstance(optimizer, kind))
     return next(known, type(optimizer).__name__)
