@@ -220,6 +220,22 @@ def test_a_restart_from_a_step_behind_the_last_sign_of_life(tmp_path: Path, writ
     assert first.seconds["lost"] == {"alive": 1, "end": 4}[event]
 
 
+def test_a_restart_from_a_checkpoint_of_elsewhere_is_credited_to_nobody(tmp_path: Path, write: Write) -> None:
+    write(0, 0, 600, 0, 500, {"steps": 500.0}, {400: {"steps": 400.0}})  # killed
+    write(700, 700, 710, 1000, 1010, {"steps": 10.0}, event="end")
+    assert [each.seconds["steps"] for each in read_goodput(tmp_path).sessions] == [0, 10]
+
+
+def test_the_newer_of_two_sessions_that_may_have_saved_a_step_is_continued(
+    tmp_path: Path, write: Write
+) -> None:
+    write(0, 0, 200, 0, 200, {"steps": 200.0}, {50: {"steps": 50.0}, 200: {"steps": 200.0}})
+    write(300, 300, 350, 50, 98, {"steps": 48.0}, {97: {"steps": 47.0}, 98: {"steps": 48.0}})
+    write(400, 400, 420, 99, 119, {"steps": 20.0}, event="end")
+    sessions = read_goodput(tmp_path).sessions
+    assert [each.seconds["steps"] for each in sessions] == [50, 48, 20]
+
+
 def test_a_clock_that_is_set_back_leaves_what_was_measured(tmp_path: Path, write: Write) -> None:
     write(0, 10, -50, 0, 100, {"steps": 100.0}, event="end")
     (session,) = read_goodput(tmp_path).sessions

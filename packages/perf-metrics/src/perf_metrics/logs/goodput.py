@@ -21,6 +21,8 @@ Kind: TypeAlias = Literal[
     "steps", "lost", "start", "compilation", "data", "evaluation", "saving", "other", "down"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_UNWRITTEN_SECONDS = 1.0
+"""The last line of a session that lives is at most that old."""
 _SIGNS_OF_LIFE_SECONDS = 10.0
 """A session that gave one so lately still runs; it gives one each second."""
 MEANINGS: Mapping[Kind, str] = {
@@ -151,11 +153,15 @@ class _Read:
         if step < self.first_step:
             return 0
         if step in self.saves or step == self.last.step:
-            return 3
-        if step < self.last.step:
             return 2
-        # Its last sign of life was written before its last steps, of which one may be saved in memory.
-        return 1 if self.last.event == "alive" else 0
+        return 1 if step < self.last.step + self._unwritten() else 0
+
+    def _unwritten(self) -> float:
+        """Steps, and one, that may have come behind the last sign of life, and been saved in memory."""
+        if self.last.event != "alive":
+            return 0
+        done, seconds = self.last.step - self.first_step, self.last.seconds.get("steps", 0.0)
+        return 2 + (done / seconds * _UNWRITTEN_SECONDS if seconds > 0 else 0)
 
     def keep(self, step: int) -> None:
         """What was done behind a step is lost; 0 for all of it."""
