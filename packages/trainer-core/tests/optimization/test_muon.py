@@ -111,6 +111,49 @@ def test_small_matrices_of_a_shape_go_together_with_the_bits_of_torch(monkeypatc
     assert not any(min(shape) == 1 or 7 in shape for shape in stacks)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("threads", "dtype", "shape", "strided", "stacked"),
+    [
+        (1, torch.float32, (64, 24), False, True),
+        (3, torch.float32, (64, 1000), False, False),
+        (4, torch.float32, (300, 301), False, False),
+        (1, torch.float32, (300, 301), True, False),
+        (1, torch.bfloat16, (64, 24), False, False),
+    ],
+)
+def test_stacks_are_made_only_where_they_have_the_bits_of_torch(
+    named_net, arguments, monkeypatch, threads, dtype, shape, strided, stacked, nesterov
+):
+    stacks = []
+    real = muon_module._orthogonal_stack
+    monkeypatch.setattr(
+        muon_module, "_orthogonal_stack", lambda some, group: stacks.append(some.shape) or real(some, group)
+    )
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randn(shape[::-1] if strided else shape, generator=generator).to(dtype) for _ in range(3)]
+    ours, torchs = (
+        [torch.nn.Parameter(each.clone().mT if strided else each.clone()) for each in draw] for _ in range(2)
+    )
+    args = arguments(optim="muon", optim_kwargs={"nesterov": nesterov})
+    one = muon_module.build_muon(args, [{"params": [(str(n), p) for n, p in enumerate(ours)]}])
+    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "nesterov": nesterov}
+    other = optim.Muon(torchs, adjust_lr_fn="match_rms_adamw", **options)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(3):
+            for mine, its in zip(ours, torchs, strict=True):
+                mine.grad = torch.randn(shape, generator=generator).to(dtype)
+                its.grad = mine.grad.clone()
+            one.step()
+            other.step()
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(mine, its) for mine, its in zip(ours, torchs, strict=True))
+    assert bool(stacks) == stacked
+
+
 def test_complex_matrices_are_refused(arguments):
     layer = torch.nn.Linear(4, 4, dtype=torch.complex64)
     layer.get_output_embeddings = lambda: None

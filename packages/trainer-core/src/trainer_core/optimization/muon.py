@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 _MOST_STACKED = 2**21
 """Numbers in a stack of matrices, which is held beside them for a step. Larger ones fill the cores alone."""
+_MOST_THREADS = 2
+"""Threads with which products of a stack have the bits of single ones; with three some have not."""
+_MOST_ITERATIONS = 99
+"""torch's iteration refuses more, by name."""
 _LEAST_STACKED = 8
 """Rows and columns of a matrix in a stack: torch adds products of smaller ones in another order there."""
 
@@ -89,8 +93,10 @@ def build_muon(args: MinimalTrainingArguments, groups: list[Group]) -> optim.Muo
             "train with optim='adamw', or give it another optimizer by `optimizer_groups`",
         )
     divided = any(own_part(matrix) is not matrix for _, matrix in members)
-    # Where torch lacks what this `Muon` needs, its own does the same steps, more slowly on small matrices.
-    kind = Muon if divided or _missing is None else optim.Muon
+    # Elsewhere torch's own does the same steps, more slowly on small matrices. Of bfloat16 without nesterov
+    # it normalizes its momentum in place; what whole matrices did before, they still do.
+    stacked = _missing is None and all(matrix.dtype == torch.float32 for _, matrix in members)
+    kind = Muon if divided or stacked else optim.Muon
     return kind(groups, **options)
 
 
@@ -103,8 +109,10 @@ class Muon(optim.Muon):
     divide rows, each computes another matrix, else all compute the same. State stays divided as the
     parameters are. Gradients have to be placed as their parameters are.
 
-    On a CPU, whole matrices of one shape are orthogonalized as a stack, as long as that is small. Products of
-    a stack have the bits of single ones there; on other devices nobody has looked, and each goes by itself.
+    On a CPU, whole matrices of one shape are orthogonalized as a stack, as long as that is small, where
+    products of a stack were seen to have the bits of single ones: contiguous ones in float32, on one thread
+    or two. With more threads a single product may be divided among them otherwise; on other devices nobody
+    has looked. There each goes by itself.
 
     Args:
         params: As of `torch.optim.Muon`.
@@ -146,7 +154,7 @@ class Muon(optim.Muon):
                 if matrix.grad is None:
                     continue
                 if own_part(matrix) is matrix:
-                    alike.setdefault((matrix.shape, matrix.device.type == "cpu"), []).append(matrix)
+                    alike.setdefault((matrix.shape, _may_be_stacked(matrix, group)), []).append(matrix)
                     continue
                 if (sharers := _sharers_of_rows(matrix)) is None:
                     update = _whole(self._update(matrix, group), matrix)
@@ -161,7 +169,6 @@ class Muon(optim.Muon):
                 if some:
                     self._step_together(some, group, sharers)
             for (shape, stackable), some in alike.items():
-                stackable = stackable and min(shape) >= _LEAST_STACKED
                 most = max(1, _MOST_STACKED // max(1, shape.numel())) if stackable else 1
                 for first in range(0, len(some), most):
                     self._step_stack(some[first : first + most], group)
@@ -196,7 +203,8 @@ class Muon(optim.Muon):
         """This rank's part of what is orthogonalized."""
         state = self.state[matrix]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
+            whole = own_part(matrix) is matrix
+            state["momentum_buffer"] = torch.zeros_like(cast(Tensor, matrix.grad) if whole else matrix)
         buffer, gradient = own_part(state["momentum_buffer"]), own_part(cast(Tensor, matrix.grad))
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
@@ -206,6 +214,20 @@ class Muon(optim.Muon):
         held, rate = own_part(matrix), float(group["lr"])
         held.mul_(1 - rate * group["weight_decay"])
         held.add_(step, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], matrix.shape))
+
+
+def _may_be_stacked(matrix: Tensor, group: Group) -> bool:
+    """Whether a stack of such whole matrices has the bits of each by itself."""
+    gradient = cast(Tensor, matrix.grad)
+    return (
+        matrix.device.type == "cpu"
+        and matrix.dtype == gradient.dtype == torch.float32
+        and matrix.is_contiguous()
+        and gradient.is_contiguous()
+        and min(matrix.shape) >= _LEAST_STACKED
+        and group["ns_steps"] <= _MOST_ITERATIONS
+        and torch.get_num_threads() <= _MOST_THREADS
+    )
 
 
 def _orthogonal(update: Tensor, group: Group) -> Tensor:
