@@ -50,11 +50,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, str]
 
     yield apply
     # One that was given up may open a store when the environment of this test is gone, for the next test.
-    for thread in threading.enumerate():
-        if thread.name.startswith("uploading to "):
-            thread.join(60)
-            assert not thread.is_alive(), thread.name
+    uploads = [thread for thread in threading.enumerate() if thread.name.startswith("uploading to ")]
+    for thread in uploads:
+        thread.join(60)
     open_object_store.cache_clear()
+    assert not any(thread.is_alive() for thread in uploads), uploads
 
 
 @pytest.fixture
