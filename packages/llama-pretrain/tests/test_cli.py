@@ -306,6 +306,7 @@ def test_export_is_a_hugging_face_directory(work: Path, capsys: pytest.CaptureFi
         ("--output-dir /proc/nowhere", "/proc/nowhere"),
         ("--mixed-precision fp64", "mixed_precision='fp64'"),
         ("--lr-scheduler-kwargs half=2", "lr_scheduler_kwargs.half=2"),
+        ("--optim-kwargs lr=1", "or empty optim_kwargs (on a command line: none)"),
         ("--num-train-epochs nan", "num_train_epochs=nan"),
         ("--num-train-epochs inf", "num_train_epochs=inf"),
         ("--max-steps -1 --num-train-epochs 1", "Set max_steps or epoch_train_steps"),

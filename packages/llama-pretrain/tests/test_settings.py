@@ -76,6 +76,7 @@ def test_a_file_of_all_settings_reads_back(tmp_path: Path) -> None:
         ("--resume-from-checkpoint false", "resume_from_checkpoint", False),
         ("--resume-from-checkpoint some/path", "resume_from_checkpoint", "some/path"),
         ("--lr-scheduler-kwargs min_lr_rate=0.5", "lr_scheduler_kwargs", {"min_lr_rate": 0.5}),
+        ("--config tiny-muon --optim adamw --optim-kwargs none", "optim_kwargs", {}),
         ("--trainer ddp", "trainer", "ddp"),
         ("--trainer ddp --no-dispatch-batches", "dispatch_batches", False),
         ("--trainer ddp --dispatch-eval-batches false", "dispatch_eval_batches", False),

@@ -452,8 +452,13 @@ def _read_list(kind: object, text: str) -> object:
 
 
 def _read_table(text: str) -> object:
-    """Read `name=value,name=value`, with a whole number, number, truth value or text as value."""
+    """Read `name=value,name=value`, with a whole number, number, truth value or text as value.
+
+    `none` is the empty table: it leaves out what a recipe or file sets.
+    """
     table: dict[str, object] = {}
+    if text.strip().lower() == "none":
+        return table
     read = _reader((bool, int, float, str))
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -473,7 +478,7 @@ def _expected(kinds: tuple[object, ...]) -> str:
         tuple[str, ...]: "name,...",
         tuple[int, ...]: "number,...",
     }
-    return " or ".join(_word(kind, words, "name=value,...") for kind in kinds)
+    return " or ".join(_word(kind, words, "name=value,... or none") for kind in kinds)
 
 
 def _metavar(kinds: tuple[object, ...]) -> str:
@@ -495,7 +500,7 @@ def _word(kind: object, words: Mapping[object, str], table: str) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={item}" for key, item in value.items()) or "empty"
+        return ",".join(f"{key}={item}" for key, item in value.items()) or "none"
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

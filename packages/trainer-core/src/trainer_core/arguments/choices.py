@@ -176,7 +176,13 @@ def _check_options(setting: str, name: str, options: Mapping[str, object], known
     for option, value in options.items():
         if option not in known:
             rule = f"is not an option of {name!r}, whose options are: {', '.join(known) or 'none'}"
-            raise ConfigurationError(f"{setting}.{option}", value, rule, _near(option, known))
+            # A recipe or file may have set it for the choice that is replaced.
+            fix = (
+                _near(option, known)
+                if known
+                else f"leave it out, or empty {setting} (on a command line: none)"
+            )
+            raise ConfigurationError(f"{setting}.{option}", value, rule, fix)
         _check_value(f"{setting}.{option}", name, option, value)
 
 
@@ -214,7 +220,7 @@ def _near(name: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
     matches = slips or beginnings or difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    return f"choose one of {', '.join(known)}" if known else "leave it out"
+    return f"choose one of {', '.join(known)}"
 
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
