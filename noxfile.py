@@ -66,7 +66,7 @@ EXAMPLE_OF_RANKS = {
 }
 # Packages whose tests take longest, by the time of a core.
 LONGEST = ("llama-pretrain", "trainer-core", "trainer-fsdp2", "perf-metrics", "trainer-pipeline")
-# What these hold our programs against changes only with the pins.
+# Not in the session `extras`: what these hold our programs against changes only with the pins.
 LEFT_TO_FULL = {
     *("tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"),
     *("tests-trainer-core-mlflow", "tests-trainer-core-wandb", "tests-trainer-pipeline-quant"),
@@ -85,7 +85,7 @@ def project_table(package: str) -> dict[str, Any]:
     return table
 
 
-def extras(package: str) -> list[str]:
+def extras_of(package: str) -> list[str]:
     """Return the optional dependency sets that a package declares."""
     return sorted(project_table(package).get("optional-dependencies", {}))
 
@@ -98,7 +98,7 @@ def test_groups(package: str) -> list[str]:
 
 def extra_tests(package: str) -> dict[str, str]:
     """Return {name: folder} for each extra or group whose tests have their own folder, `tests/<name>`."""
-    names = [*extras(package), *test_groups(package)]
+    names = [*extras_of(package), *test_groups(package)]
     folders = {name: f"packages/{package}/tests/{name}" for name in names}
     return {name: folder for name, folder in folders.items() if (ROOT / folder).is_dir()}
 
@@ -119,7 +119,7 @@ def share_bytecode(home: str | Path) -> None:
 def install_package(session: nox.Session, package: str, extra: str = "") -> None:
     """Install one package of the workspace with its test tools; siblings come in only if it declares them."""
     here = f"packages/{package}"
-    target = f"./{here}[{extra}]" if extra in extras(package) else f"./{here}"
+    target = f"./{here}[{extra}]" if extra in extras_of(package) else f"./{here}"
     groups = ["test", *({extra} & set(test_groups(package)))]
     chosen = [part for group in groups for part in ("--group", f"{here}/pyproject.toml:{group}")]
     share_bytecode(session.virtualenv.location)
@@ -129,7 +129,7 @@ def install_package(session: nox.Session, package: str, extra: str = "") -> None
 
 def install_everything(session: nox.Session, *groups: str) -> None:
     """Install all packages of the workspace with all their extras, and dependency groups."""
-    names = {package: ",".join(extras(package)) for package in PACKAGES}
+    names = {package: ",".join(extras_of(package)) for package in PACKAGES}
     targets = [f"./packages/{package}" + (f"[{extra}]" if extra else "") for package, extra in names.items()]
     share_bytecode(session.virtualenv.location)
     editable = [part for target in targets for part in ("-e", target)]
@@ -145,7 +145,7 @@ def install_alone(session: nox.Session, package: str, dist: Path) -> object:
     home = Path(session.create_tmp()) / "alone"
     # Files, not names: a registry might know something else under the name of a sibling.
     wheels = [str(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in sorted(siblings(package))]
-    if "torch" in extras(package):
+    if "torch" in extras_of(package):
         # The example counts a model, for which the extra is needed.
         own = f"{package.replace('-', '_')}-"
         wheels = [f"{each}[torch]" if Path(each).name.startswith(own) else each for each in wheels]
@@ -271,6 +271,25 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "tests/wheels/footprint_table.py", json.dumps(footprints), log=False)
 
 
+@nox.session(python=PYTHONS, default=not FULL)
+def extras(session: nox.Session) -> None:
+    """Run the tests of extras in one environment with all of them; `full` gives each one of its own."""
+    chosen = {
+        (package, extra): folder
+        for package in PACKAGES
+        for extra, folder in extra_tests(package).items()
+        if f"tests-{package}-{extra}" not in LEFT_TO_FULL
+    }
+    groups = [f"packages/{package}/pyproject.toml:test" for package in PACKAGES]
+    groups += [
+        f"packages/{package}/pyproject.toml:{extra}"
+        for package, extra in chosen
+        if extra in test_groups(package)
+    ]
+    install_everything(session, *groups)
+    session.run(*PYTEST, *chosen.values(), *session.posargs, env=ENV)
+
+
 def add_extra_session(package: str, extra: str, folder: str) -> None:
     """Define `tests-<package>-<extra>`."""
 
@@ -282,7 +301,7 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
 
     tests.__doc__ = f"Test {package} together with `{extra}`."
     name = f"tests-{package}-{extra}"
-    nox.session(name=name, python=PYTHONS, default=FULL or name not in LEFT_TO_FULL)(tests)
+    nox.session(name=name, python=PYTHONS, default=FULL)(tests)
 
 
 for _package in PACKAGES:
@@ -294,7 +313,7 @@ for _package in PACKAGES:
 def without_torch(session: nox.Session) -> None:
     """Run the commands of perf-metrics as a monitoring host has them: with every extra but torch."""
     here = "packages/perf-metrics"
-    chosen = ",".join(extra for extra in extras("perf-metrics") if extra != "torch")
+    chosen = ",".join(extra for extra in extras_of("perf-metrics") if extra != "torch")
     share_bytecode(session.virtualenv.location)
     session.install("--reinstall-package", "perf-metrics", f"./{here}[{chosen}]", "--group", "test")
     session.run("python", "-c", NO_TORCH)

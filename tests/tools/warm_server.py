@@ -17,8 +17,11 @@ from typing import Any
 
 def main(descriptor: int, modules: list[str]) -> None:
     """Fork until nobody asks any more, and run a script or module in each child."""
-    for module in modules:
-        importlib.import_module(module)
+    for name in modules:
+        module = importlib.import_module(name)
+        # Our packages load what their names stand for when these are first used: here, not in each child.
+        for public in getattr(module, "__all__", ()):
+            getattr(module, public)
     # A child that looked for garbage in what is there now would copy all of its pages.
     gc.freeze()
     job = _serve(socket.socket(fileno=descriptor))
