@@ -390,3 +390,9 @@ def benchmarks(session: nox.Session) -> None:
     install_everything(session, "benchmarks", "stores")
     name, *options = session.posargs
     session.run("python", f"tests/benchmarks/{name}.py", *options, env=ENV)
+
+
+@nox.session(default=False, venv_backend="none", allow_parallel=False)
+def metadata(session: nox.Session) -> None:
+    """Write what all packages say alike into them; `-- 0.2.0` moves their version, too."""
+    session.run(sys.executable, "tests/release/project_metadata.py", *session.posargs)

@@ -58,9 +58,11 @@ def test_who_is_no_rank_of_it_cannot_be_asked() -> None:
 
 
 def test_the_old_name_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match="imagined_job is called fake_job now"):
+    with pytest.warns(DeprecationWarning, match="imagined_job is called fake_job now") as told:
         old = dist_env.imagined_job
     assert old is fake_job
+    # Python shows such a warning only where it points to the caller's own file.
+    assert told[0].filename == __file__
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -91,20 +91,8 @@ __all__ = [
     "tie_loader_workers",
 ]
 
-_RENAMED = {"imagined_job": "fake_job"}
-
-
 if not TYPE_CHECKING:
-    _load, __dir__ = lazy_names(__name__)
-
-    def __getattr__(name: str) -> object:
-        if name in _RENAMED:
-            import warnings
-
-            new = _RENAMED[name]
-            warnings.warn(f"dist_env.{name} is called {new} now.", DeprecationWarning, stacklevel=2)
-            return _load(new)
-        return _load(name)
+    __getattr__, __dir__ = lazy_names(__name__, renamed={"imagined_job": "fake_job"})
 
 
 _die_with_torchrun()

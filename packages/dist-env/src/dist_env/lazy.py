@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 def lazy_names(
-    package: str, hints: Mapping[str, str] | None = None
+    package: str, hints: Mapping[str, str] | None = None, *, renamed: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Functions ``__getattr__`` and ``__dir__`` for a package.
 
@@ -21,6 +22,7 @@ def lazy_names(
     Args:
         package: ``__name__`` of the package.
         hints: What to use in place of a name that is gone, as a sentence, by the name.
+        renamed: Present names by deprecated ones, which still work and raise a ``DeprecationWarning``.
 
     Example:
         >>> if not TYPE_CHECKING:  # doctest: +SKIP
@@ -40,6 +42,11 @@ def lazy_names(
         }
 
     def load(name: str) -> object:
+        if renamed and name in renamed:
+            # Not kept in the module, so that each use warns, where Python's filters let it.
+            message = f"{package}.{name} is called {renamed[name]} now."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return load(renamed[name])
         if name not in module.__all__ or name not in places():
             hint = f". {hints[name]}" if hints and name in hints else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
