@@ -207,7 +207,12 @@ def forget_meshes() -> None:
     Private in torch 2.11 to 2.13, and without a public equal; checked by test_fake_job.py and test_meshes.py.
     """
     if "torch.distributed.tensor" in sys.modules:
-        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        # What `torch.distributed.tensor.debug._clear_sharding_prop_cache()` does; that module needs NumPy.
+        dispatcher: Any = import_module("torch.distributed.tensor").DTensor._op_dispatcher
+        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        clear_fast_path: Any = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+        if clear_fast_path is not None:
+            clear_fast_path()
         for module, name in _CACHES_OF_MESHES:
             kept: Any = import_module(f"torch.distributed.tensor.{module}")
             for part in name.split("."):
