@@ -396,3 +396,58 @@ def benchmarks(session: nox.Session) -> None:
 def metadata(session: nox.Session) -> None:
     """Write what all packages say alike into them; `-- 0.2.0` moves their version, too."""
     session.run(sys.executable, "tests/release/project_metadata.py", *session.posargs)
+
+
+@nox.session(name="release-check", default=False)
+def release_check(session: nox.Session) -> None:
+    """Build every distribution, install each alone from a local index, and say what forbids a release.
+
+    `-- --offline` does not ask the index whether the names are ours, `--pythons 3.11` and `--packages
+    dist-env` install less; what was not checked is refused too.
+    """
+    dist = Path(session.create_tmp()) / "dist"
+    session.run_install(
+        "uv", "build", "-q", "--all-packages", "--no-sources", "--clear", "-o", str(dist), external=True
+    )
+    session.install("--group", "release")
+    session.run("python", "tests/release/release_check.py", str(dist), *session.posargs)
+
+
+@nox.session(default=False)
+def audit(session: nox.Session) -> None:
+    """Ask for known vulnerabilities of what the packages and extras need; fails where it cannot ask."""
+    requirements = Path(session.create_tmp()) / "requirements.txt"
+    chosen = ("--all-packages", "--all-extras", "--no-default-groups", "--no-emit-workspace", "--no-hashes")
+    session.run_install("uv", "export", "-q", *chosen, "-o", str(requirements), external=True)
+    session.install("--group", "audit")
+    session.run("python", "tests/release/audit.py", str(requirements))
+
+
+@nox.session(default=False)
+def coverage(session: nox.Session) -> None:
+    """Hold the lines that the tests of packages execute against their floors; `-- dist-env --raise`.
+
+    Without names it takes all packages. `--raise` writes floors that are higher now; none is ever lowered.
+    """
+    options = [word for word in session.posargs if word.startswith("-")]
+    chosen = [word for word in session.posargs if word not in options] or PACKAGES
+    place = Path(session.create_tmp()) / "coverage"
+    for package in chosen:
+        install_package(session, package)
+        session.install("coverage>=7.10")
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        settings = place / "settings.toml"
+        # Ranks and loader workers are processes of their own, which are often ended by a signal.
+        module = package.replace("-", "_")
+        told = {"source_pkgs": [module], "parallel": True, "patch": ["subprocess", "_exit"], "sigterm": True}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in told.items()]
+        settings.write_text("\n".join(["[tool.coverage.run]", *lines, ""]))
+        env = {**ENV, "COVERAGE_FILE": str(place / "data"), "COVERAGE_RCFILE": str(settings)}
+        ignored = [f"--ignore={folder}" for folder in extra_tests(package).values()]
+        measured = ("coverage", "run", "-m", *PYTEST, f"packages/{package}/tests", *ignored)
+        session.run(*measured, env=env)
+        session.run("coverage", "combine", "-q", env=env)
+        report = str(place / "report.json")
+        session.run("coverage", "json", "-q", "-o", report, env=env)
+        session.run("python", "tests/release/coverage_floor.py", package, report, *options)

@@ -86,7 +86,7 @@ def block(told: dict[str, Any]) -> str:
 def write(root: Path, version: str | None = None) -> None:
     """Write version, pins of siblings and the shared lines into every package."""
     now = read_toml(root / "pyproject.toml")["project"]["version"]
-    if version is not None and version != now:
+    if version is not None:
         release_changelog(root / "docs" / "changelog.md", version)
     names = packages(root)
     pin = re.compile(rf'("(?:{"|".join(names)})(?:\[[^\]]*\])?)==[^"]*"')
@@ -100,7 +100,9 @@ def write(root: Path, version: str | None = None) -> None:
 
 
 def release_changelog(path: Path, version: str) -> None:
-    """Make what is unreleased the section of a version."""
+    """Make what is unreleased the section of a version, unless it has one."""
+    if f"\n## {version} - " in path.read_text(encoding="utf-8"):
+        return
     heading = f"## {version} - {datetime.datetime.now(datetime.UTC).date()}"
     text, found = re.subn(
         r"^## Unreleased$",
