@@ -208,6 +208,7 @@ def main() -> None:
     """Check everything, and say all that is refused."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dist", type=Path)
+    parser.add_argument("--tag", help="the tag of the release, which must be v and the version")
     parser.add_argument(
         "--offline", action="store_true", help="do not ask the index about names; refuses at the end"
     )

@@ -137,3 +137,16 @@ def test_archives_with_tests_or_without_a_licence_are_refused(copied: Path, tmp_
         assert f"perf_metrics-0.0.9{kind} contains files of tests" in refused
         assert f"perf_metrics-0.0.9{kind} must have one file of metadata, and has []" in refused
         assert f"trainer_core-0.0.9{kind} was not built" in refused
+
+
+def test_a_tag_of_another_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["release_check.py", str(tmp_path), "--tag", "v0.0.8", "--offline", "--pythons", ""]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit, match="refusals: do not release this"):
+        release_check.main()
+    told = capsys.readouterr().out
+    assert "refused: the tag v0.0.8 is not v" in told
+    assert "was not checked, because of --offline" in told
+    assert "refused: not installed alone, as asked: checkpoint-core, " in told
