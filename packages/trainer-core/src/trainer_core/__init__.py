@@ -30,7 +30,17 @@ if TYPE_CHECKING:
         dump_on_oom,
     )
     from .checkpointing import PREVIOUS, checkpoints_in, move_aside
-    from .data.loaders import Batch, EvalMetric, PaddingCollator, labels_of, to_device
+    from .data.loaders import (
+        Batch,
+        BatchLoader,
+        EvalData,
+        EvalMetric,
+        IndexedDataset,
+        PaddingCollator,
+        TrainData,
+        labels_of,
+        to_device,
+    )
     from .distributed.context import ContextParallel
     from .distributed.executor import (
         EagerExecutor,
@@ -124,6 +134,7 @@ __all__ = [
     "QAT_RECIPES",
     "BaseTrainingArguments",
     "Batch",
+    "BatchLoader",
     "BatchPlacement",
     "BuiltModel",
     "CausalLMLoss",
@@ -137,6 +148,7 @@ __all__ = [
     "DryRun",
     "EagerExecutor",
     "EarlyStopping",
+    "EvalData",
     "EvalMetric",
     "Executor",
     "ExpertParallel",
@@ -146,6 +158,7 @@ __all__ = [
     "FusedLossFactory",
     "GradSync",
     "GradientStatistics",
+    "IndexedDataset",
     "InfoCallback",
     "InitialValues",
     "MLflowCallback",
@@ -176,6 +189,7 @@ __all__ = [
     "TokenLoss",
     "Tracker",
     "CommBytes",
+    "TrainData",
     "TrainOutput",
     "Trainer",
     "TrainerControl",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
 from .checkpointing import OutputLease, build_manager
-from .data.loaders import EvaluationSets, evaluation_sets, train_loader
+from .data.loaders import Batch, EvaluationSets, evaluation_sets, train_loader
 from .distributed.build import build_model, compile_built, make_loss
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
@@ -174,7 +174,7 @@ def build_model_and_loss(
 
 def _loaders(
     args: TrainingArguments, ranks: Ranks, placement: BatchPlacement, parts: TrainerInputs
-) -> tuple[object | None, EvaluationSets | None]:
+) -> tuple[Iterable[Batch] | None, EvaluationSets | None]:
     loader = evaluation = None
     if parts.train_data is not None:
         loader = train_loader(parts.train_data, args, ranks, placement, parts.collator)

@@ -6,9 +6,10 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from perf_metrics import GOODPUT_FOLDER, GoodputLogger, JsonLogger
 from .arguments import TrainingArguments
 from .arguments.config import Changes
 from .data.loaders import keeps_position
+from .distributed.executor import as_dtensor
 from .distributed.ranks import Ranks
 from .errors import ConfigurationError
 from .memory_tier import memory_directory
@@ -50,14 +52,6 @@ def build_manager(
     lease: DirectoryLease,
 ) -> CheckpointManager:
     """The manager of a run's checkpoints in its output directory; it saves only under the lease of that."""
-    best = {}
-    if args.tracks_best:
-        keep = args.preserve_n_best if args.preserve_best_model else 1
-        best = {
-            "best_metric": args.best_metric,
-            "greater_is_better": args.best_is_greater,
-            "preserve_n_best": keep,
-        }
     memory = memory_directory(args)
     config = CheckpointConfig(
         output_dir=args.output_dir,
@@ -66,8 +60,14 @@ def build_manager(
         remote_dir=args.remote_dir,
         remote_save_total_limit=args.remote_save_total_limit,
         memory_dir=None if memory is None else memory.path,
-        **best,  # type: ignore[arg-type]
     )
+    if args.tracks_best:
+        config = replace(
+            config,
+            best_metric=args.best_metric,
+            greater_is_better=args.best_is_greater,
+            preserve_n_best=args.preserve_n_best if args.preserve_best_model else 1,
+        )
     return CheckpointManager(
         config,
         dist=ranks.env,
@@ -285,7 +285,19 @@ def end_upload(run: Run) -> None:
         run.manager.wait_for_upload()
 
 
-def has_adapters(model: nn.Module) -> bool:
+class _AdapterConfig(Protocol):
+    is_prompt_learning: bool
+
+
+class _WithAdapters(Protocol):
+    """What is used of a model with adapters of peft."""
+
+    peft_config: Mapping[str, _AdapterConfig]
+
+    def save_pretrained(self, save_directory: str, /, *, state_dict: dict[str, Tensor]) -> object: ...
+
+
+def has_adapters(model: nn.Module) -> TypeGuard[_WithAdapters]:
     """Whether peft has put adapters into a model, which are saved without the weights that they adapt."""
     return bool(getattr(model, "peft_config", None)) and callable(getattr(model, "save_pretrained", None))
 
@@ -303,8 +315,8 @@ def save_adapters(run: Run, directory: str, preprocessor: Preprocessor | None, *
         ConfigurationError: If ranks hold other parts of the model than can be gathered, if adapters are there
             already and are not to be overwritten, or if more is trained than peft saves.
     """
-    args, env, model = run.args, run.ranks.env, cast(Any, run.built.model)
-    _check_adapters(run)
+    args, env, model = run.args, run.ranks.env, run.built.model
+    adapted = _checked_adapters(run)
     if split_address(directory) is not None:
         raise ConfigurationError(
             "output_dir",
@@ -316,7 +328,7 @@ def save_adapters(run: Run, directory: str, preprocessor: Preprocessor | None, *
     whole: dict[str, Tensor] = {}
     for name, value in ModelState(model).tensors().items():
         # By name too: a model that was loaded to be used has adapters that are not trained.
-        if value.requires_grad or set(name.split(".")) & set(model.peft_config):
+        if value.requires_grad or set(name.split(".")) & set(adapted.peft_config):
             gathered = _gathered(value, run.ranks.device)
             if writes:
                 whole[name] = gathered.cpu()
@@ -324,9 +336,9 @@ def save_adapters(run: Run, directory: str, preprocessor: Preprocessor | None, *
     if writes:
         try:
             if not overwrite:
-                _refuse_overwriting(Path(directory), model.peft_config)
-            _refuse_left_out(model, whole)
-            model.save_pretrained(directory, state_dict=whole)
+                _refuse_overwriting(Path(directory), adapted.peft_config)
+            _refuse_left_out(model, adapted.peft_config, whole)
+            adapted.save_pretrained(directory, state_dict=whole)
             if preprocessor is not None:
                 preprocessor.save_pretrained(directory)
         except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
@@ -337,14 +349,15 @@ def save_adapters(run: Run, directory: str, preprocessor: Preprocessor | None, *
 def _gathered(value: Tensor, device: torch.device) -> Tensor:
     """A tensor with the parts of all ranks; those that rest on the host travel from the device."""
     value = value.detach()
-    if not hasattr(value, "full_tensor"):
-        return value
-    whole: Tensor = cast(Any, value.to(device)).full_tensor()
-    return whole
+    part = None if as_dtensor(value) is None else as_dtensor(value.to(device))
+    return value if part is None else part.full_tensor()
 
 
-def _check_adapters(run: Run) -> None:
-    """Refuse models whose adapters would be saved in parts."""
+def _checked_adapters(run: Run) -> _WithAdapters:
+    """The model, unless its adapters would be saved in parts."""
+    model = run.built.model
+    if not has_adapters(model):
+        raise TypeError(f"{type(model).__name__} has no adapters of peft to save.")
     if run.ranks.layout.pipeline > 1:
         raise ConfigurationError(
             "mesh",
@@ -352,7 +365,7 @@ def _check_adapters(run: Run) -> None:
             "gives each stage its own adapters, which save_model cannot bring together",
             "save a checkpoint, load it with a mesh without pp, and save the model there",
         )
-    for config in cast(Any, run.built.model).peft_config.values():
+    for config in model.peft_config.values():
         if run.built.is_partial and config.is_prompt_learning:
             raise ConfigurationError(
                 "mesh",
@@ -360,6 +373,7 @@ def _check_adapters(run: Run) -> None:
                 f"shards the prompt of {type(config).__name__}, which peft saves as each rank has it",
                 "save a checkpoint, load it with one process or dp, and save the model there",
             )
+    return model
 
 
 def _refuse_overwriting(directory: Path, adapters: Iterable[str]) -> None:
@@ -373,10 +387,10 @@ def _refuse_overwriting(directory: Path, adapters: Iterable[str]) -> None:
         )
 
 
-def _refuse_left_out(model: Any, whole: Mapping[str, Tensor]) -> None:
+def _refuse_left_out(model: nn.Module, adapters: Iterable[str], whole: Mapping[str, Tensor]) -> None:
     """Refuse to export adapters without other weights that were trained beside them."""
     select = import_module("peft").get_peft_model_state_dict
-    parts = [select(model, state_dict=dict(whole), adapter_name=name) for name in model.peft_config]
+    parts = [select(model, state_dict=dict(whole), adapter_name=name) for name in adapters]
     kept = {tensor.data_ptr() for part in parts for tensor in part.values()}
     trained = {name for name, value in ModelState(model).tensors().items() if value.requires_grad}
     left = [name for name in whole if name in trained and whole[name].data_ptr() not in kept]

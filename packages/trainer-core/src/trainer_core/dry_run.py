@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from dist_env import StaticDistributedEnvironment
 from .arguments import TrainingArguments
 from .build import build_model_and_loss, build_optimizer_of, build_scheduler, samples_per_step
 from .data.loaders import Batch, Window, next_window, row_length, train_loader
-from .distributed.executor import own_part
+from .distributed.executor import as_dtensor, own_part
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
 from .errors import ConfigurationError, DataError
@@ -39,9 +38,6 @@ from .periodic import set_length
 from .run_state import optimizer_kind
 from .state import fresh_state
 from .update import Update, build_update
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +102,8 @@ def dry_run(
         ConfigurationError: If a setting cannot be applied, as in training.
         DataError: If there is no data.
     """
+    if parts.train_data is None:
+        raise DataError("dry_run() needs a train_dataset. Give one to the Trainer.")
     if args.mixed_precision == "fp16":
         raise no_dry_run("mixed_precision", "fp16")
     for transform in transforms:
@@ -211,9 +209,8 @@ def _needs_no_values(setting: str, name: str, does: str = "run") -> Iterator[Non
         ) from error
 
 
-def _first_window(loader: object, args: TrainingArguments, loss: TokenLoss) -> Window:
-    batches = iter(cast(Iterable[Batch], loader))
-    window = next_window(batches, args.gradient_accumulation_steps, loss)
+def _first_window(loader: Iterable[Batch], args: TrainingArguments, loss: TokenLoss) -> Window:
+    window = next_window(iter(loader), args.gradient_accumulation_steps, loss)
     if window is None:
         raise DataError("the training data gave no batch. Give more data.")
     return window
@@ -223,8 +220,9 @@ def _make_passes(built: BuiltModel, loss: TokenLoss, update: Update, window: Win
     """What the loop does in a step; gradients stay."""
     tokens = built.ranks.sum(window.target_tokens)
     batches = [_fake_batch(batch) for batch in window.batches]
-    for tensor in filter(torch.is_tensor, batches[0].values()):
-        live.add(cast(Tensor, tensor))  # on the device there is one batch at a time
+    for value in batches[0].values():
+        if isinstance(value, Tensor):
+            live.add(value)  # on the device there is one batch at a time
     with live, attention_of_gpus(built.args):
         built.forward_backward(batches, loss, denominator=update.denominator(tokens), fire=lambda event: None)
 
@@ -275,17 +273,12 @@ def _per_rank(held: Sequence[Tensor]) -> tuple[int, ...]:
     shared: dict[tuple[int, int, int], int] = {}  # of so many, by length and bytes of a row
     ranks, equal = 1, 0
     for tensor in held:
-        dims = [
-            (mesh_dim, placement.dim)
-            for mesh_dim, placement in enumerate(getattr(tensor, "placements", ()))
-            if placement.is_shard()
-        ]
+        dims = _divided(tensor)
         if len(dims) != 1:
             # Whole on each; or divided by several dimensions, which no plan looks into.
             equal += _bytes(tensor)
             continue
-        ((mesh_dim, dim),) = dims
-        of = cast("DTensor", tensor).device_mesh.size(mesh_dim)
+        ((of, dim),) = dims
         ranks = max(ranks, of)
         length = tensor.shape[dim]
         row = tensor.numel() // max(length, 1) * tensor.element_size()
@@ -294,6 +287,21 @@ def _per_rank(held: Sequence[Tensor]) -> tuple[int, ...]:
         equal + sum(count * row * _rows(length, of, rank) for (of, length, row), count in shared.items())
         for rank in range(ranks)
     )
+
+
+def _divided(tensor: Tensor) -> list[tuple[int, int]]:
+    """By how many ranks a tensor is divided, and which of its dimensions, for each that is."""
+    placed = as_dtensor(tensor)
+    if placed is None:
+        return []
+    from torch.distributed.tensor import Shard
+
+    mesh = placed.device_mesh
+    return [
+        (mesh.size(mesh_dim), placement.dim)
+        for mesh_dim, placement in enumerate(placed.placements)
+        if isinstance(placement, Shard) and placement.is_shard()
+    ]
 
 
 def _rows(length: int, ranks: int, rank: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
-from typing import NamedTuple
+from dataclasses import MISSING, Field, fields
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 
 class ConfigurationError(ValueError):
@@ -43,6 +43,12 @@ class DataError(ValueError):
     """Data that cannot be trained on or evaluated, with the reason."""
 
 
+class Dataclass(Protocol):
+    """An object of a dataclass, such as the arguments of a run."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
 class Dependent(NamedTuple):
     """A setting that does something only under a condition."""
 
@@ -69,7 +75,7 @@ def refuse_without_effect(args: object, dependents: Iterable[Dependent]) -> None
             raise ConfigurationError(name, value, f"has no effect {condition}", f"{fix}, or leave {name} out")
 
 
-def unused_settings(args: object, dependents: Iterable[Dependent]) -> list[str]:
+def unused_settings(args: Dataclass, dependents: Iterable[Dependent]) -> list[str]:
     """Say which settings were changed and rest now, because what they belong to is off.
 
     These are periods and limits: harmless, but somebody may have meant to switch something on.
@@ -81,7 +87,7 @@ def unused_settings(args: object, dependents: Iterable[Dependent]) -> list[str]:
     Returns:
         Two sentences for each.
     """
-    defaults = {field.name: field.default for field in fields(args)}  # type: ignore[arg-type]
+    defaults = {field.name: field.default for field in fields(args)}
     return [
         f"{name}={getattr(args, name)!r} has no effect {condition}. "
         + _sentence(f"{fix}, or leave {name} out")

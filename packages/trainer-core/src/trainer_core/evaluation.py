@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from .run import Run
 
 
 def evaluate(
-    run: Run, loader: object, name: str = "", *, stop_requested: Callable[[], bool]
+    run: Run, loader: Iterable[Batch], name: str = "", *, stop_requested: Callable[[], bool]
 ) -> dict[str, float] | None:
     """Score a loader's batches without touching the training state or its random generators.
 
@@ -38,7 +37,7 @@ def evaluate(
     ranks, limit = run.ranks, run.args.max_eval_steps
     sums = torch.zeros(3 + 2 * len(run.eval_metrics), dtype=torch.float64, device=ranks.device)
     with run.built.synced_weights(optimizer=False), inference_mode_guard(run.built.model):
-        batches = iter(cast(Iterable[Batch], loader))
+        batches = iter(loader)
         try:
             for batch in islice(batches, limit if limit > 0 else None):
                 figures = _score(run, batch, sums.device)

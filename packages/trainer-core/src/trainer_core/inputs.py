@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,18 @@ from dist_env import (
 )
 
 from .arguments import TrainingArguments
-from .data.loaders import Collator, EvalMetric, names_of_sets, result_names
+from .data.loaders import Collator, EvalData, EvalMetric, TrainData, names_of_sets, result_names
 from .distributed.transforms import ModelTransform
 from .errors import ConfigurationError
 from .loss import FusedLossFactory, TokenLoss, check_loss, check_takes_targets
 from .model import ModelInit, ModelSource, RecomputeFn, check_recompute_fn
-from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory, schedule_free_class
+from .optimization import (
+    NamedParameters,
+    OptimizerFactory,
+    OptimizerGroups,
+    SchedulerFactory,
+    schedule_free_class,
+)
 from .state import callback_name
 
 _OF_OPTIMIZER = (
@@ -67,8 +73,8 @@ class TrainerInputs:
 
     model: ModelSource
     initial_weights: Path | None
-    train_data: object | None
-    eval_data: object | None
+    train_data: TrainData | None
+    eval_data: EvalData | None
     collator: Collator | None
     loss: TokenLoss | None
     fused_loss: FusedLossFactory | None
@@ -326,8 +332,10 @@ def _several_factories(groups: OptimizerGroups | None) -> bool:
     return any("factory" in options for options in (groups or {}).values())
 
 
-def _make_optimizer(cls: type[Optimizer], options: dict[str, object], named: object) -> Optimizer:
-    return cls(named, **options)  # type: ignore[arg-type]
+def _make_optimizer(
+    cls: Callable[..., Optimizer], options: dict[str, object], named: NamedParameters
+) -> Optimizer:
+    return cls(named, **options)  # each class has options of its own
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -336,8 +344,8 @@ class TrainerOptions(TypedDict, total=False):
     model: nn.Module | None
     model_init: ModelInit | None
     initial_weights: str | Path | None
-    train_dataset: object | None
-    eval_dataset: object | None
+    train_dataset: TrainData | None
+    eval_dataset: EvalData | None
     data_collator: Collator | None
     processing_class: Preprocessor | None
     callbacks: Iterable[object] | None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Iterator
 
 import torch
 from torch.autograd.profiler import record_function
 
-from checkpoint_core import RNGState, Stateful
+from checkpoint_core import RNGState
 from dataloader_dispatch import end_workers, set_loader_epoch
 from dist_env import gather_objects, get_logger
 
@@ -146,7 +145,9 @@ class TrainingLoop:
             # A pass before this one ended without a step: it was stopped, or its data had ended already.
             generators.load_state_dict(run.progress.generators_before_epoch)
         before = generators.state_dict()
-        batches = self._pass = iter(cast(Iterable[Batch], run.loader))
+        if run.loader is None:
+            raise DataError("train() needs a train_dataset. Give one to the Trainer.")
+        batches = self._pass = iter(run.loader)
         if run.steps_in_epoch:
             generators.load_state_dict(before)
             return batches
@@ -162,8 +163,7 @@ class TrainingLoop:
         """Let a loader that this process has left in mid-epoch continue there: a new iterator begins anew."""
         loader = self.run.loader
         if self.run.steps_in_epoch and self._continues and keeps_position(loader):
-            keeper = cast(Stateful, loader)
-            keeper.load_state_dict(keeper.state_dict())
+            loader.load_state_dict(loader.state_dict())
         self._continues = False
 
     def _train_step(self, window: Window) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from dist_env import get_logger
 
 from .arguments import MinimalTrainingArguments
 from .checkpointing import load_best, note_best
-from .data.loaders import EvaluationSets, prefix_of
+from .data.loaders import Batch, EvaluationSets, prefix_of
 from .errors import ConfigurationError, DataError
 from .evaluation import evaluate
 from .metrics.log_window import plain_record, record_of
@@ -52,10 +52,16 @@ class Periodic:
         return self.strategy == "epoch" and epochs >= self.delay
 
 
-def batches_per_epoch(loader: object) -> int | None:
+def _length(loader: Iterable[Batch]) -> int:
+    if not isinstance(loader, Sized):
+        raise TypeError(f"{type(loader).__name__} has no len()")
+    return len(loader)
+
+
+def batches_per_epoch(loader: Iterable[Batch]) -> int | None:
     """Length of a loader in batches, or None when it cannot tell."""
     try:
-        return len(loader)  # type: ignore[arg-type]
+        return _length(loader)
     except (TypeError, NotImplementedError) as error:
         # Iterable loaders of torch say in this way that they have no length; so might a mistake in __len__.
         # What wraps a loader for several ranks has one whether or not the loader has.
@@ -64,7 +70,7 @@ def batches_per_epoch(loader: object) -> int | None:
         return None
 
 
-def updates_per_epoch(loader: object, accumulation: int) -> int | None:
+def updates_per_epoch(loader: Iterable[Batch], accumulation: int) -> int | None:
     """Optimizer steps per epoch; a last window that is not full counts as one."""
     batches = batches_per_epoch(loader)
     return None if batches is None else math.ceil(batches / accumulation)
@@ -109,7 +115,7 @@ def steps_of_epochs(args: MinimalTrainingArguments, per_epoch: int | None) -> in
     return -1
 
 
-def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: object | None) -> None:
+def set_length(state: TrainerState, args: MinimalTrainingArguments, loader: Iterable[Batch] | None) -> None:
     """Write into the state where the run ends and how long an epoch is, as far as known.
 
     Raises:
@@ -158,6 +164,7 @@ def say_length(state: TrainerState, args: MinimalTrainingArguments) -> None:
 EXIT_RESUMABLE = 75
 """Exit code of a run that was asked to stop early and saved: start it again to continue (EX_TEMPFAIL)."""
 
+_Handler = Callable[[int, FrameType | None], object] | int
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ECHO_SECONDS = 1.0
 """A signal that comes again this soon is the same one: the terminal and a launcher both pass Ctrl-C on."""
@@ -179,7 +186,7 @@ class StopRequests:
         self._received_at: dict[int, float] = {}
         self._deadline: float | None = None
         self._max_seconds = max_seconds
-        self._before: dict[int, object] = {}
+        self._before: dict[int, _Handler | None] = {}
 
     def __enter__(self) -> StopRequests:
         if self._max_seconds is not None:
@@ -194,7 +201,7 @@ class StopRequests:
     ) -> None:
         for number, handler in self._before.items():
             # None: the handler was not installed from Python, and cannot be put back from it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
     @property

@@ -17,7 +17,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from checkpoint_core import CheckpointError, MemoryDirectory, find_latest_checkpoint
 from dist_env import DistributedEnvInterface, gather_objects, get_logger
@@ -112,20 +112,21 @@ def _ask_all(args: TrainingArguments, env: DistributedEnvInterface, ask: Callabl
     Raises:
         ConfigurationError: On every rank, with the same words.
     """
-    answer, failure = None, None
+    answers: list[T] = []
+    failure = None
     try:
-        answer = ask()
+        answers.append(ask())
     except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
         failure = error
     where = f"rank {env.rank} on {platform.node()}"
     text = None if failure is None else f"{where}: {failure}"
-    told = gather_objects((text, answer), env)
+    told = gather_objects((text, answers), env)
     for text, _ in told:
         if text is not None:
             rule = f"does not tell whether an earlier start of this job has begun the run ({text})"
             fix = "make the run's directory and its checkpoints readable on every node, or choose another"
             raise ConfigurationError("output_dir", args.output_dir, rule, fix) from failure
-    return [cast(T, answer) for _, answer in told]
+    return [answer for _, answers in told for answer in answers]
 
 
 def _refuse_other_run(args: TrainingArguments) -> None:

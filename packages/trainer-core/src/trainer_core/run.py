@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from perf_metrics import ThroughputMeter, exclude_compilation
 
 from .arguments import TrainingArguments
 from .callbacks import dump_on_oom
-from .data.loaders import EvalMetric, EvaluationSets, epoch_of, epoch_progress_of
+from .data.loaders import Batch, EvalMetric, EvaluationSets, epoch_of, epoch_progress_of, loaders_of
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel
 from .loss import TokenLoss
@@ -148,7 +148,7 @@ class Run:
     progress: RunProgress
     manager: CheckpointManager
     lease: OutputLease
-    loader: object | None
+    loader: Iterable[Batch] | None
     evaluation: EvaluationSets | None
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
@@ -184,6 +184,16 @@ class Run:
     def steps_in_epoch(self) -> int:
         """Optimizer steps since the current epoch began."""
         return self.state.global_step - self.state.epoch_start_step
+
+    def shared_with_callbacks(self) -> dict[str, object]:
+        """What callbacks are given of the run, by name."""
+        return {
+            "model": self.built.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.scheduler,
+            "train_dataloader": self.loader,
+            "eval_dataloader": loaders_of(self.evaluation),
+        }
 
     def update_epoch(self) -> None:
         """Bring `state.epoch` up to date, with its fraction where epoch length or loader tell it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from torch import Tensor, optim
 from torch.optim import AdamW, Muon, Optimizer
@@ -15,7 +15,7 @@ from dist_env import get_logger
 from .arguments import TrainingArguments
 from .arguments.config import Changes, compare, plain_arguments
 from .arguments.minimal import GUARDED
-from .data.loaders import is_torchdata, keeps_position
+from .data.loaders import Batch, is_torchdata, keeps_position
 from .distributed.ranks import BatchPlacement
 from .distributed.transforms import BuiltModel
 from .errors import ConfigurationError
@@ -48,7 +48,7 @@ class ScheduleState:
         """Put the schedule where the saved one was, if it is of the same kind."""
         self.loaded = state["kind"] == type(self.scheduler).__name__
         if self.loaded:
-            self.scheduler.load_state_dict(cast(dict[str, object], state["state"]))
+            self.scheduler.load_state_dict(_table(state["state"], "state of the schedule"))
 
     def go_to_step(self, step: int) -> None:
         """Set the schedule, and the rates that it drives, to where it is after so many optimizer steps."""
@@ -134,7 +134,10 @@ class RunProgress:
         if isinstance(arguments, Mapping):
             batch = (state["samples_per_step"], self._samples_per_step)
             self.changes = compare(arguments, self._args, batch=batch)
-        self._options_before = cast("Sequence[Mapping[str, object]] | None", state["optimizer_options"])
+        before = state["optimizer_options"]
+        self._options_before = None
+        if isinstance(before, Sequence):
+            self._options_before = [_table(each, "options of the optimizer") for each in before]
         self.refusal = self._refusal(state["samples_per_step"], state["optimizer"])
         if self.refusal is not None:
             raise self.refusal
@@ -142,9 +145,11 @@ class RunProgress:
             setattr(self._state, name, state[name])
         # The next three are absent from old checkpoints.
         self._state.epoch_data_ended = bool(state.get("epoch_data_ended"))
-        loss = cast("Sequence[float]", state.get("train_loss", (None, 0.0)))
-        self._state.train_loss_sum, self._state.train_loss_count = loss
-        self._finished = cast("dict[str, float] | None", state.get("metrics"))
+        loss, metrics = state.get("train_loss"), state.get("metrics")
+        self._state.train_loss_sum, self._state.train_loss_count = (
+            loss if isinstance(loss, Sequence) else (None, 0.0)
+        )
+        self._finished = dict(metrics) if isinstance(metrics, Mapping) else None
         self.loaded = True
         log_window = state["interval"]
         if isinstance(log_window, Mapping):
@@ -223,7 +228,7 @@ class CallbackStates:
         """Give each callback its state; one that was not there when it was saved begins anew."""
         for name, callback in self._keepers().items():
             if name in state:
-                callback.load_state_dict(cast(dict[str, object], state[name]))
+                callback.load_state_dict(_table(state[name], f"state of the callback {name}"))
             else:
                 logger.info("the checkpoint has no state of the callback %s, which begins anew", name)
         if left := sorted(state.keys() - self._keepers().keys()):
@@ -233,13 +238,22 @@ class CallbackStates:
         found: dict[str, Stateful] = {}
         for callback in self._events.callbacks:
             # A learning-rate schedule may be a callback too, and is saved as what it is.
-            is_schedule = isinstance(callback, optim.lr_scheduler.LRScheduler)
-            if is_schedule or not hasattr(callback, "load_state_dict"):
+            if isinstance(callback, optim.lr_scheduler.LRScheduler) or not _keeps_state(callback):
                 continue
             name = callback_name(callback)
             same = sum(key == name or key.startswith(f"{name}#") for key in found)
-            found[f"{name}#{same + 1}" if same else name] = cast(Stateful, callback)
+            found[f"{name}#{same + 1}" if same else name] = callback
         return found
+
+
+def _keeps_state(callback: object) -> TypeGuard[Stateful]:
+    return hasattr(callback, "load_state_dict")
+
+
+def _table(saved: object, what: str) -> dict[str, object]:
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"the checkpoint has no {what}, but a {type(saved).__name__}. Load another one.")
+    return dict(saved)
 
 
 class _Generators(RNGState):
@@ -305,15 +319,15 @@ class RunComponents:
         callbacks: CallbackStates,
         optimizer: optim.Optimizer | None,
         schedule: ScheduleState | None,
-        scaler: object | None,
-        dataset: object,
+        scaler: Stateful | None,
+        dataset: Iterable[Batch] | None,
         further: Sequence[StateComponent] = (),
     ) -> None:
         self._further = further
         self._built = built
         self.progress = progress
         self._optimizer = optimizer
-        self._rest: dict[str, object | None] = {
+        self._rest: dict[str, Stateful | None] = {
             "scheduler": schedule,
             "grad_scaler": scaler,
             "callbacks": callbacks,
@@ -325,7 +339,7 @@ class RunComponents:
         """The components of the run, as far as they exist."""
         model = self._built.model
         # The trainer's own comes first: it refuses a checkpoint before anything else has changed.
-        parts: dict[str, object] = {"trainer": self.progress, "model": ModelState(model)}
+        parts: dict[str, Stateful] = {"trainer": self.progress, "model": ModelState(model)}
         if self._optimizer is not None:
             parts["optimizer"] = OptimizerState(self._optimizer, model)
         if self._built.average is not None:
@@ -338,7 +352,7 @@ class RunComponents:
         components = [
             StateComponent(
                 key=key,
-                stateful=cast(Stateful, part),
+                stateful=part,
                 sharing_pattern=self._sharing[key],
                 required=key == "model",
                 # The trainer's own holds times, which each rank measures for itself.
@@ -437,8 +451,10 @@ class Hyperparameters:
             if "initial_lr" in names:
                 then = before[number] if len(before) == len(self._built) else group
                 old, new = then.get("initial_lr"), built["initial_lr"]
-                scaled = isinstance(old, int | float) and old and isinstance(new, int | float)
-                group["lr"] = group["lr"] * (new / old) if scaled else new  # type: ignore[operator]
+                if isinstance(old, int | float) and old and isinstance(new, int | float):
+                    group["lr"] = group["lr"] * (new / old)
+                else:
+                    group["lr"] = new
             group.update({name: built[name] for name in names if name in group and name in built})
         if scheduler is not None and hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group["initial_lr"] for group in self._optimizer.param_groups]

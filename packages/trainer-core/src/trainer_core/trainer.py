@@ -33,7 +33,16 @@ from .checkpointing import (
     resume,
     save_adapters,
 )
-from .data.loaders import Collator, EvalMetric, check_data, evaluation_sets, loaders_of, names_of_sets
+from .data.loaders import (
+    Batch,
+    Collator,
+    EvalData,
+    EvalMetric,
+    TrainData,
+    check_data,
+    evaluation_sets,
+    names_of_sets,
+)
 from .distributed.build import layout_of, listed, transforms_for
 from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several, loading_paused
 from .distributed.transforms import ModelTransform
@@ -120,8 +129,8 @@ class Trainer(InputHints):
         model: nn.Module | None = None,
         model_init: ModelInit | None = None,
         initial_weights: str | Path | None = None,
-        train_dataset: object | None = None,
-        eval_dataset: object | None = None,
+        train_dataset: TrainData | None = None,
+        eval_dataset: EvalData | None = None,
         data_collator: Collator | None = None,
         processing_class: Preprocessor | None = None,
         callbacks: Iterable[object] | None = None,
@@ -238,7 +247,7 @@ class Trainer(InputHints):
             end_upload(run)  # which a signal ends at once
             return output
 
-    def evaluate(self, eval_dataset: object | None = None) -> dict[str, float]:
+    def evaluate(self, eval_dataset: EvalData | None = None) -> dict[str, float]:
         """Score the evaluation set, or another one, with the model as it is.
 
         Returns:
@@ -251,7 +260,7 @@ class Trainer(InputHints):
         with self.ranks.lost_rank_errors("evaluating"):
             return self._evaluate(eval_dataset)
 
-    def _evaluate(self, eval_dataset: object | None) -> dict[str, float]:
+    def _evaluate(self, eval_dataset: EvalData | None) -> dict[str, float]:
         run, data = self._prepare(), self._prepare().evaluation
         self.ranks.check_same(
             {"eval_dataset of evaluate()": None if eval_dataset is None else names_of_sets(eval_dataset)}
@@ -285,8 +294,6 @@ class Trainer(InputHints):
             ConfigurationError: For settings that cannot be applied, as in `train`.
             DataError: If there is no training data.
         """
-        if self._parts.train_data is None:
-            raise DataError("dry_run() needs a train_dataset. Give one to the Trainer.")
         return dry_run(
             self.args,
             self.ranks,
@@ -440,7 +447,7 @@ class Trainer(InputHints):
         return self._events.control
 
     @property
-    def train_dataloader(self) -> object | None:
+    def train_dataloader(self) -> Iterable[Batch] | None:
         """The loader of the training data; None without training data."""
         return self._prepare().loader
 
@@ -540,7 +547,8 @@ class Trainer(InputHints):
                 lease=self._lease,
             )
             run.begins, run.lacks_weights = begins, resumes
-            self._events.shared = self._shared_with_callbacks(run)
+            own = {"processing_class": self.processing_class, "trainer": self}
+            self._events.shared = run.shared_with_callbacks() | own
             if resumes and self.args.construct_model_on == "meta":
                 self._fill(run)
             elif not resumes:
@@ -587,14 +595,3 @@ class Trainer(InputHints):
             run.built.load_weights(directory)
             verify_initialised(run.built.model, run.built.model.state_dict())
             logger.info("weights of %s are in the model", directory)
-
-    def _shared_with_callbacks(self, run: Run) -> Mapping[str, object]:
-        return {
-            "model": run.built.model,
-            "processing_class": self.processing_class,
-            "optimizer": run.optimizer,
-            "lr_scheduler": run.scheduler,
-            "train_dataloader": run.loader,
-            "eval_dataloader": loaders_of(run.evaluation),
-            "trainer": self,
-        }

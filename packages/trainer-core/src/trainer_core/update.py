@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch.optim import SGD, Optimizer
 
 from dist_env import get_logger
 
-from .arguments import TrainingArguments
+from .arguments import TrainingArguments, rules
+from .arguments.base import NONFINITE_POLICIES, NonFinitePolicy
 from .distributed.executor import own_part
 from .distributed.transforms import BuiltModel
 from .loss import loss_denominator
@@ -20,8 +21,6 @@ from .optimization import OptimizerFacade, OptimizerInBackward
 from .precision import LossScaler
 
 logger = get_logger(__name__)
-
-NonFinitePolicy = Literal["stop", "skip", "raise"]
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -75,11 +74,11 @@ class NonFiniteGuard:
         """Updates left out since this was made, as of the last `check`."""
         self._sticky = policy != "skip"
         self._in_backward = isinstance(optimizer, OptimizerInBackward)
-        self._gates = _gates_exactly(optimizer)
+        self._gated = optimizer if _gates_exactly(optimizer) else None
         # In one tensor, for one read: flag of the step, bad steps, steps since the first bad one.
         self._figures = torch.zeros(3, dtype=torch.float32, device=device)
         self._flag, self._bad, self._age = self._figures.unbind()
-        if not self._gates and not self._in_backward:
+        if self._gated is None and not self._in_backward:
             logger.info(
                 "%s cannot skip a step on the device: the host waits for the gradient norm at every step, to "
                 "see whether it is finite",
@@ -109,9 +108,9 @@ class NonFiniteGuard:
 
     def step(self) -> None:
         """Step the optimizer, unless the flag is up."""
-        if self._gates:
-            self.optimizer.found_inf = self._flag  # type: ignore[attr-defined]
-            self.optimizer.step()
+        if self._gated is not None:
+            self._gated.found_inf = self._flag
+            self._gated.step()
         elif self._in_backward or is_fake() or not self._flag.item():
             self.optimizer.step()  # a dry run has no flag to read
 
@@ -134,7 +133,13 @@ class NonFiniteGuard:
         return NonFiniteReport(bool(bad), first, int(bad))
 
 
-def _gates_exactly(optimizer: Optimizer) -> bool:
+class _GatedOptimizer(Protocol):
+    found_inf: Tensor
+
+    def step(self) -> object: ...
+
+
+def _gates_exactly(optimizer: Optimizer) -> TypeGuard[_GatedOptimizer]:
     """Whether a raised `found_inf` leaves everything as it was."""
     if isinstance(optimizer, OptimizerFacade):
         return all(_gates_exactly(member) for member in optimizer.optimizers)
@@ -287,9 +292,10 @@ class UpdateInBackward:
 
 
 def _guard(args: TrainingArguments, built: BuiltModel, optimizer: Optimizer) -> NonFiniteGuard:
+    policy = rules.one_of("nonfinite_policy", args.nonfinite_policy, NONFINITE_POLICIES)
     # Where the optimizer works: parameters may rest on the host while the device computes.
     device = own_part(built.parameters[0]).device if built.parameters else built.ranks.device
-    return NonFiniteGuard(cast(NonFinitePolicy, args.nonfinite_policy), device, optimizer)
+    return NonFiniteGuard(policy, device, optimizer)
 
 
 def build_update(

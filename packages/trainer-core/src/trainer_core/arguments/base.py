@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import ConfigurationError, Dependent, refuse_without_effect
 from . import rules
@@ -108,13 +109,15 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         return self.greater_is_better if given is None else given
 
 
+NonFinitePolicy = Literal["stop", "skip", "raise"]
+NONFINITE_POLICIES: tuple[NonFinitePolicy, ...] = ("stop", "skip", "raise")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "default_dtype": (None, "float32", "bfloat16", "float16"),
     "mixed_precision": (None, "no", "bf16", "fp16"),
     "fp8_recipe": (None, *FP8_RECIPES),
     "float32_matmul_precision": (None, "highest", "high", "medium"),
     "fused_loss": ("no", "auto", "torch", "chunked", "liger", "cut"),
-    "nonfinite_policy": ("stop", "skip", "raise"),
+    "nonfinite_policy": NONFINITE_POLICIES,
 }
 _ATTENTION = ("math", "flash", "efficient", "cudnn")
 # Each of these puts another class in the place of a linear layer.

@@ -8,11 +8,11 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, Dataclass
 from ..hints import suggest
 from .choices import WITHOUT_TOTAL
 from .minimal import GUARDED, UNCHANGEABLE, epoch_limit
@@ -180,7 +180,7 @@ class Changes(NamedTuple):
     refused: tuple[Change, ...]
 
 
-def compare(before: Mapping[str, object], now: object, *, batch: tuple[object, object]) -> Changes:
+def compare(before: Mapping[str, object], now: Dataclass, *, batch: tuple[object, object]) -> Changes:
     """Compare the arguments of a checkpoint with those of this start.
 
     Args:
@@ -221,9 +221,9 @@ def _epoch_limit_of(arguments: Mapping[str, object]) -> object:
     return epochs
 
 
-def plain_arguments(args: object) -> dict[str, object]:
+def plain_arguments(args: Dataclass) -> dict[str, object]:
     """The arguments as JSON values, by name; nested argument classes become tables."""
-    return {field.name: _plain(getattr(args, field.name)) for field in fields(args)}  # type: ignore[arg-type]
+    return {field.name: _plain(getattr(args, field.name)) for field in fields(args)}
 
 
 def _plain(value: object) -> object:
@@ -231,6 +231,6 @@ def _plain(value: object) -> object:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
+    if is_dataclass(value) and not isinstance(value, type):
         return plain_arguments(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)

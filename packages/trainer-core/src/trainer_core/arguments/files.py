@@ -88,7 +88,7 @@ class _YamlLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         # The text is read as far as it is asked for, so that this stops before the rest costs time.
         if self._depth > _DEEPEST:
-            where = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            where = yaml.SafeLoader.peek_event(self).start_mark
             raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=where)
         self._depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, Dataclass
+
+Choice = TypeVar("Choice")
 
 
 def at_least(setting: str, value: object, minimum: int) -> None:
@@ -47,15 +49,17 @@ def within(setting: str, value: object, low: float, high: float) -> None:
         )
 
 
-def one_of(setting: str, value: object, allowed: Collection[object]) -> None:
-    """Require one of a few values.
+def one_of(setting: str, value: object, allowed: Collection[Choice]) -> Choice:
+    """Require one of a few values, and return the one that it is.
 
     Raises:
         ConfigurationError: If it is none of them.
     """
-    if value not in allowed:
-        names = ", ".join(repr(choice) for choice in allowed)
-        raise ConfigurationError(setting, value, f"must be one of {names}", "choose one of these")
+    for choice in allowed:
+        if value == choice:
+            return choice
+    names = ", ".join(repr(choice) for choice in allowed)
+    raise ConfigurationError(setting, value, f"must be one of {names}", "choose one of these")
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -71,7 +75,7 @@ _HINTS: dict[type, dict[str, Any]] = {}
 """By class, as evaluating them takes longer than all checks."""
 
 
-def check_types(args: object) -> None:
+def check_types(args: Dataclass) -> None:
     """Refuse a value of another type than its field, which might be taken for true, or walked by letter.
 
     A whole number serves as a float, a list as a tuple. Nested argument classes check themselves.
@@ -80,7 +84,7 @@ def check_types(args: object) -> None:
         ConfigurationError: For the first such value.
     """
     hints = _hints(type(args))
-    for field in fields(args):  # type: ignore[arg-type]
+    for field in fields(args):
         value = getattr(args, field.name)
         if not _fits(value, hints[field.name]):
             raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 from dist_env import DistributedEnvironmentError, ParallelLayout, get_logger
 from perf_metrics import MEASURED
@@ -14,6 +14,9 @@ from . import rules
 from .base import BaseTrainingArguments
 
 logger = get_logger(__name__)
+
+Uneven = Literal["pad", "stop", "error"]
+UNEVEN: tuple[Uneven, ...] = ("pad", "stop", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +86,11 @@ class TrainingArguments(BaseTrainingArguments):
         Args:
             batch_size: Examples of one rank at a time.
         """
-        fp8 = {"fp8_recipe": None, "fp8_dim_alignment": 16, "fp8_exclude": (), "fp8_emulate": False}
+        args = self
+        if self.fp8_recipe is not None:
+            args = replace(self, fp8_recipe=None, fp8_dim_alignment=16, fp8_exclude=(), fp8_emulate=False)
         return replace(
-            self,
+            args,
             use_cpu=True,
             device=None,
             mixed_precision="bf16" if self.mixed_precision == "fp16" else self.mixed_precision,
@@ -94,7 +99,6 @@ class TrainingArguments(BaseTrainingArguments):
             gc_threshold=0.5,
             per_device_train_batch_size=batch_size,
             max_steps=max(self.max_steps, 1),
-            **(fp8 if self.fp8_recipe is not None else {}),  # type: ignore[arg-type]
         )
 
     @property
@@ -131,7 +135,7 @@ class DataParallelArguments(TrainingArguments):
             ConfigurationError: For the first rule that is broken.
         """
         super().check()
-        rules.one_of("uneven_batches", self.uneven_batches, ("pad", "stop", "error"))
+        rules.one_of("uneven_batches", self.uneven_batches, UNEVEN)
         if self.mesh:
             try:
                 ParallelLayout.parse(self.mesh.replace("auto", "1"))

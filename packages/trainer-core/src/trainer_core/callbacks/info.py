@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 import torch
 from torch import nn
 
+from ..errors import Dataclass
 from .files import print_block
 
 if TYPE_CHECKING:
@@ -151,13 +152,13 @@ def _precision_text(matmul_dtype: str, model: nn.Module) -> str:
     return f"weights {', '.join(kinds)}; matrix products {matmul_dtype}"
 
 
-def _changed_settings(args: object, prefix: str = "") -> Iterator[str]:
-    for field in fields(args):  # type: ignore[arg-type]
+def _changed_settings(args: Dataclass, prefix: str = "") -> Iterator[str]:
+    for field in fields(args):
         value = getattr(args, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if value == default or field.name in SHOWN_ELSEWHERE:
             continue
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             yield from _changed_settings(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}={value}"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -26,6 +26,14 @@ INPUTS = ("input_ids", "attention_mask")
 """What is handed from the tokenizer to `model.generate`."""
 
 
+class _Generating(Protocol):
+    def generate(self, **inputs: object) -> torch.Tensor: ...
+
+
+def _generates(model: nn.Module) -> TypeGuard[_Generating]:
+    return callable(getattr(model, "generate", None))
+
+
 def generate_with_model(model: nn.Module, tokenizer: object, options: Mapping[str, object]) -> Generate:
     """A function that continues a prompt with `model.generate`, as Hugging Face models have it.
 
@@ -37,7 +45,7 @@ def generate_with_model(model: nn.Module, tokenizer: object, options: Mapping[st
     Raises:
         ConfigurationError: The model has no `generate`, or the tokenizer cannot encode and decode.
     """
-    if not callable(getattr(model, "generate", None)):
+    if not _generates(model):
         raise ConfigurationError(
             "generate",
             None,
@@ -58,7 +66,11 @@ def generate_with_model(model: nn.Module, tokenizer: object, options: Mapping[st
         encoded = tokenizer(prompt, return_tensors="pt")
         # Tokenizers may add inputs that generate() refuses, such as token_type_ids.
         inputs = {name: encoded[name].to(device) for name in INPUTS if name in encoded}
-        written: torch.Tensor = model.generate(**inputs, **options)  # type: ignore[operator]
+        if not _generates(model):
+            raise TypeError(
+                f"{type(model).__name__} has no generate(). Give TextSamples a generate function."
+            )
+        written = model.generate(**inputs, **options)
         return str(decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
     return generate

@@ -6,14 +6,14 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from checkpoint_core import RNGState
+from checkpoint_core import RNGState, Stateful
 from dataloader_dispatch import (
     DataloaderDispatcher,
     DocumentStream,
@@ -32,6 +32,37 @@ from ..loss import IGNORE_INDEX, OnTargets, TokenLoss, ignored_like
 Batch = Mapping[str, object]
 """`labels`, for a language model int64 [batch, sequence], and the model's keyword arguments, usually
 `input_ids`."""
+
+
+class IndexedDataset(Protocol):
+    """A map-style dataset: it has a length and is indexed by integers, as a list of examples is."""
+
+    def __len__(self) -> int:
+        """Number of examples."""
+
+    def __getitem__(self, index: int, /) -> object:
+        """One example, of which the data collator makes batches."""
+
+
+class BatchLoader(Protocol):
+    """A ready-made loader, such as torch's `DataLoader`: it yields batches and tells their size.
+
+    One with `state_dict` and `load_state_dict` continues where a checkpoint left it. One with `set_epoch` is
+    told each epoch.
+    """
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples in a batch; None where it does not say."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of an epoch."""
+
+
+TrainData = Dataset[object] | IndexedDataset | BatchLoader | DocumentStream
+"""What a trainer trains on: a map-style or iterable dataset, a loader of batches, a stream of documents."""
+EvalData = TrainData | Mapping[str, TrainData]
+"""Likewise for evaluation; or several sets by name."""
 
 
 class PaddingCollator:
@@ -227,7 +258,7 @@ def prefix_of(name: str) -> str:
     return f"eval_{name}_" if name else "eval_"
 
 
-def names_of_sets(data: object) -> list[str]:
+def names_of_sets(data: EvalData | None) -> list[str]:
     """The names of evaluation sets given in a mapping; one empty name for a set that is given alone.
 
     Raises:
@@ -250,7 +281,7 @@ def names_of_sets(data: object) -> list[str]:
     return list(data)
 
 
-def result_names(data: object, metrics: Iterable[str]) -> list[str]:
+def result_names(data: EvalData | None, metrics: Iterable[str]) -> list[str]:
     """The keys of an evaluation's result.
 
     Raises:
@@ -273,30 +304,25 @@ class EvaluationData:
     """Gives the evaluation set from its beginning, as often as asked.
 
     Args:
-        make: Gives the loader, the same one each time or a new one.
-        beginning: State to set it back to first; none for a loader that begins anew by itself.
+        make: Gives the loader at the beginning of the set, the same one each time or a new one.
     """
 
-    def __init__(self, make: Callable[[], object], beginning: object | None = None) -> None:
+    def __init__(self, make: Callable[[], Iterable[Batch]]) -> None:
         self._make = make
-        self._beginning = beginning
-        self.last: object | None = None
+        self.last: Iterable[Batch] | None = None
         """The loader that was given last."""
 
-    def fresh(self) -> object:
+    def fresh(self) -> Iterable[Batch]:
         """A loader at the beginning of the set."""
-        loader = self._make()
-        if self._beginning is not None:
-            loader.load_state_dict(copy.deepcopy(self._beginning))  # type: ignore[attr-defined]
-        self.last = loader
-        return loader
+        self.last = self._make()
+        return self.last
 
 
 EvaluationSets = Mapping[str, EvaluationData]
 """The evaluation sets of a run by name; a set that is given alone has the name ''."""
 
 
-def loaders_of(sets: EvaluationSets | None) -> object:
+def loaders_of(sets: EvaluationSets | None) -> Iterable[Batch] | Mapping[str, Iterable[Batch]] | None:
     """What callbacks are given: the loader of the evaluation data, or those of several sets by name."""
     loaders = {name: data.fresh() for name, data in (sets or {}).items()}
     return loaders.get("", loaders or None)
@@ -306,21 +332,21 @@ Collator = Callable[[list[object]], Batch]
 
 
 def train_loader(
-    data: object,
+    data: TrainData,
     args: TrainingArguments,
     ranks: Ranks,
     placement: BatchPlacement,
     collator: Collator | None,
-) -> object:
+) -> Iterable[Batch]:
     """This rank's batches of the training data."""
     if isinstance(data, DocumentStream):
         data = _stream_loader(data, args.per_device_train_batch_size, args, ranks)
     if is_loader(data):
         return placement.train_loader(tie_loader_workers(data))
 
-    def build() -> object:
-        return build_loader(
-            cast("Dataset[object]", data),
+    def build() -> Iterable[Batch]:
+        loader: Iterable[Batch] = build_loader(
+            _dataset(data),
             args.per_device_train_batch_size,
             collate_fn=collator,
             num_workers=args.dataloader_num_workers,
@@ -331,12 +357,13 @@ def train_loader(
             shuffle=args.dataloader_shuffle and not isinstance(data, IterableDataset),
             seed=max(0, args.seed),
         )
+        return loader
 
     return placement.train_loader(_on_all_ranks(build, ranks, placement, "train_dataset"))
 
 
 def evaluation_sets(
-    data: object,
+    data: EvalData,
     args: TrainingArguments,
     ranks: Ranks,
     placement: BatchPlacement,
@@ -349,7 +376,7 @@ def evaluation_sets(
 
 
 def evaluation_data(
-    data: object,
+    data: TrainData,
     args: TrainingArguments,
     ranks: Ranks,
     placement: BatchPlacement,
@@ -361,45 +388,79 @@ def evaluation_data(
         size = data.batch_size if isinstance(data, StreamLoader) else args.per_device_eval_batch_size
         data = _stream_loader(packed.reader(), size, args, ranks)
 
-    def build() -> object:
-        return build_loader(
-            cast("Dataset[object]", data),
+    def build() -> Iterable[Batch]:
+        loader: Iterable[Batch] = build_loader(
+            _dataset(data),
             args.per_device_eval_batch_size,
             collate_fn=collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=_pin(args, ranks),
         )
+        return loader
 
     if isinstance(data, IterableDataset):
         # Asking such a loader for its state would start its workers.
         return EvaluationData(lambda: placement.evaluation_loader(build()))
-    built = None if is_loader(data) else _on_all_ranks(build, ranks, placement, "eval_dataset")
-    loader = placement.evaluation_loader(tie_loader_workers(data) if is_loader(data) else built)
-    return EvaluationData(lambda: loader, beginning=position_of(loader))
+    given: Iterable[Batch]
+    if is_loader(data):
+        given = tie_loader_workers(data)
+    else:
+        given = _on_all_ranks(build, ranks, placement, "eval_dataset")
+    return EvaluationData(_rewinding(placement.evaluation_loader(given)))
+
+
+def _rewinding(loader: Iterable[Batch]) -> Callable[[], Iterable[Batch]]:
+    """Gives the loader each time, at the place where it is now, if it keeps one."""
+    batches = loader
+    if not keeps_position(loader):
+        return lambda: batches
+    keeper: Stateful = loader
+    beginning = copy.deepcopy(keeper.state_dict())
+
+    def rewound() -> Iterable[Batch]:
+        keeper.load_state_dict(copy.deepcopy(beginning))
+        return batches
+
+    return rewound
 
 
 def _on_all_ranks(
-    build: Callable[[], object], ranks: Ranks, placement: BatchPlacement, setting: str
-) -> object:
+    build: Callable[[], Iterable[Batch]], ranks: Ranks, placement: BatchPlacement, setting: str
+) -> Iterable[Batch]:
     """What `build` gives, once it has given something on every rank; collective.
 
     A rank that raised alone, as for a shard without an example, would leave the others waiting for it.
     """
-    loader, failed = None, None
+    built: list[Iterable[Batch]] = []
+    failed = None
     try:
-        loader = build()
+        built.append(build())
     except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
         failed = error
     ranks.fail_together(failed, f"load its {setting} ({placement.settings()})")
-    return loader
+    return built[0]
 
 
-def is_loader(data: object) -> bool:
+def _dataset(data: TrainData) -> Dataset[object] | IndexedDataset:
+    """The data, if a loader can be made of them."""
+    if isinstance(data, Dataset) or _is_indexed(data):
+        return data
+    raise TypeError(
+        f"a dataset is a {type(data).__name__} without length and index. Give a map-style dataset, or derive "
+        "it from torch.utils.data.IterableDataset."
+    )
+
+
+def _is_indexed(data: object) -> TypeGuard[IndexedDataset]:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def is_loader(data: object) -> TypeGuard[BatchLoader]:
     """Whether this yields batches already: it is iterable and tells its `batch_size`."""
     return hasattr(data, "__iter__") and hasattr(data, "batch_size")
 
 
-def keeps_position(loader: object) -> bool:
+def keeps_position(loader: object) -> TypeGuard[Stateful]:
     """Whether a loader has a state that can be saved."""
     if isinstance(loader, SynchronizedDataLoader):
         return keeps_position(loader.loader)
@@ -435,14 +496,6 @@ def leave_epoch(loader: object) -> None:
     generators.load_state_dict(before)
 
 
-def position_of(loader: object) -> object | None:
-    """A copy of a loader's state, if it keeps one."""
-    if not keeps_position(loader):
-        return None
-    position: object = loader.state_dict()  # type: ignore[attr-defined]
-    return copy.deepcopy(position)
-
-
 def epoch_of(loader: object) -> int | None:
     """The epoch that a loader says it stands in, if it keeps count."""
     epoch = getattr(loader, "epoch", None)
@@ -475,7 +528,10 @@ _OF_STREAMS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataload
 
 
 def check_data(
-    args: MinimalTrainingArguments, train_data: object, eval_data: object, collator: Collator | None
+    args: MinimalTrainingArguments,
+    train_data: TrainData | None,
+    eval_data: EvalData | None,
+    collator: Collator | None,
 ) -> None:
     """Refuse settings that contradict the data, or that no loader would see.
 

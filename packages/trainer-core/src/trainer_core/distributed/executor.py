@@ -223,7 +223,7 @@ def clip_grad_norm_(
 
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a DTensor, without a trace in autograd; any other tensor itself."""
-    sharded = _as_dtensor(tensor)
+    sharded = as_dtensor(tensor)
     # `to_local` would be a step of autograd, for each tensor in each step.
     return tensor if sharded is None else sharded._local_tensor
 
@@ -312,7 +312,7 @@ def _accelerator(otherwise: torch.device) -> torch.device:
 
 def _sharding_groups(parameter: Tensor) -> dict[str, ProcessGroup]:
     """By name, the groups of more than one rank over which a parameter is sharded, outermost first."""
-    sharded = _as_dtensor(parameter)
+    sharded = as_dtensor(parameter)
     if sharded is None:
         return {}
     mesh, placements = sharded.device_mesh, sharded.placements
@@ -334,7 +334,7 @@ def _own_gradient(parameter: Tensor) -> list[Tensor]:
 
 
 def _same_layout(parameter: Tensor, gradient: Tensor) -> Tensor:
-    sharded, found = _as_dtensor(parameter), _as_dtensor(gradient)
+    sharded, found = as_dtensor(parameter), as_dtensor(gradient)
     if sharded is None and found is None:
         return gradient
     if sharded is None or found is None:
@@ -371,7 +371,7 @@ def _device_of(parameters: list[Tensor]) -> torch.device | None:
     return own_part(parameters[0]).device if parameters else None
 
 
-def _as_dtensor(tensor: Tensor) -> DTensor | None:
+def as_dtensor(tensor: Tensor) -> DTensor | None:
     """The tensor, if it is a DTensor. To import the class is slow, and plain tensors need not do it."""
     if type(tensor) in _PLAIN:
         return None

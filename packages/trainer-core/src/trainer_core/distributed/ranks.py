@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from dist_env import (
     naming_lost_ranks,
 )
 
-from ..arguments import DataParallelArguments, TrainingArguments
+from ..arguments import DataParallelArguments, TrainingArguments, rules
+from ..arguments.training import UNEVEN, Uneven
 from ..errors import ConfigurationError, DataError, stopped
 from ..model.offload import check_activation_offload
 
@@ -210,7 +211,7 @@ class Ranks:
         return [gathered[rank * size : (rank + 1) * size] for rank in ranks]
 
     @contextmanager
-    def equal_draws(self, loader: object) -> Iterator[None]:
+    def equal_draws(self, loader: Iterable[Batch] | None) -> Iterator[None]:
         """A context in which ranks that divide tensors draw the same random numbers on the host; collective.
 
         Only one rank reads the data, so a collator that draws random numbers moves the generator of that rank
@@ -235,7 +236,7 @@ class Ranks:
         return list(flags) if self._hosts is None else [total > 0 for total in self._hosts.sum(flags)]
 
 
-def loading_paused(loader: object) -> AbstractContextManager[object]:
+def loading_paused(loader: Iterable[Batch] | None) -> AbstractContextManager[object]:
     """A context in which no thread of this process loads training data, which may draw random numbers."""
     return loader.paused() if isinstance(loader, DataloaderDispatcher) else nullcontext()
 
@@ -335,11 +336,12 @@ class BatchPlacement:
         if ranks.layout.pipeline * ranks.layout.context > 1:
             self._check_same_batches()
 
-    def train_loader(self, loader: object) -> object:
+    def train_loader(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Batches that rank 0 reads for all, or batches of this rank's own loader that all ranks end with."""
-        return self._shared(loader, self._args.dispatch_batches, self._args.uneven_batches)
+        uneven = rules.one_of("uneven_batches", self._args.uneven_batches, UNEVEN)
+        return self._shared(loader, self._args.dispatch_batches, uneven)
 
-    def evaluation_loader(self, loader: object) -> object:
+    def evaluation_loader(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Likewise for evaluation data, of which every rank gets equally many.
 
         `last_is_dummy` of what is returned, if it has that, tells that the last batch is padding for a rank
@@ -362,25 +364,20 @@ class BatchPlacement:
             f"dispatch_eval_batches={args.dispatch_eval_batches} (in effect: {args.dispatches_evaluation})"
         )
 
-    def _shared(self, loader: object, dispatched: bool, uneven: str) -> object:
+    def _shared(self, loader: Iterable[Batch], dispatched: bool, uneven: Uneven) -> Iterable[Batch]:
         ranks = self._ranks
         if not ranks.several or ranks.meshes is None:
             return loader
-        batches = cast("Iterable[Batch]", loader)
         if dispatched:
             return DataloaderDispatcher(
-                batches,
-                ranks.meshes.mesh,
-                ranks.device,
-                DATA_DIMENSIONS,
-                uneven=uneven,  # type: ignore[arg-type]
+                loader, ranks.meshes.mesh, ranks.device, DATA_DIMENSIONS, uneven=uneven
             )
         layout, group = ranks.layout, ranks.data_group
         readers: list[tuple[int, ...]] = []
         if layout.tensor > 1:
             # All ranks agree on the end: of those with the same batches none may run on alone.
             group, readers = None, [layout.data_readers(part) for part in range(layout.data_count)]
-        return SynchronizedDataLoader(batches, ranks.device, group, uneven, equal_batches=readers)  # type: ignore[arg-type]
+        return SynchronizedDataLoader(loader, ranks.device, group, uneven, equal_batches=readers)
 
     def _check_same_batches(self) -> None:
         args, layout = self._args, self._ranks.layout

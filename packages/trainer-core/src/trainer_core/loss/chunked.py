@@ -11,8 +11,9 @@ and its gradient with respect to x is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -66,10 +67,7 @@ def chunked_linear_cross_entropy(
     """
     inputs = (hidden, weight, bias)
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
-    total: Tensor = _ChunkedLinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, options, wanted
-    )
-    return total
+    return _ChunkedLinearCrossEntropy.apply(hidden, weight, bias, targets, options, wanted)
 
 
 class _Context(FunctionCtx):
@@ -81,6 +79,12 @@ class _Context(FunctionCtx):
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
+    if TYPE_CHECKING:
+        # torch's has no types.
+        apply: ClassVar[
+            Callable[[Tensor, Tensor, Tensor | None, Tensor, ChunkedOptions, tuple[bool, ...]], Tensor]
+        ]
+
     @staticmethod
     def forward(
         ctx: _Context,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,10 +79,15 @@ def row_balance(
 
 def is_router(module: nn.Module) -> bool:
     """Whether a module is a router as Hugging Face's are: it returns logits, weights and chosen experts."""
-    numbers = (getattr(module, "top_k", None), getattr(module, "num_experts", None))
     # Its weight may be None or stand for one that another stage has.
     own = {**module._parameters, **module._buffers}
-    return all(isinstance(number, int) for number in numbers) and "weight" in own
+    return _numbers(module) is not None and "weight" in own
+
+
+def _numbers(module: nn.Module) -> tuple[int, int] | None:
+    """Experts to choose from, and how many are chosen; None where a module does not say."""
+    experts, used = getattr(module, "num_experts", None), getattr(module, "top_k", None)
+    return (experts, used) if isinstance(experts, int) and isinstance(used, int) else None
 
 
 class RouterShape(NamedTuple):
@@ -100,7 +105,9 @@ def router_shape(router: nn.Module) -> RouterShape:
     """Read the shape of a module for which `is_router` holds."""
     corrected = getattr(router, "e_score_correction_bias", None) is not None
     sigmoid = corrected or getattr(router, "scores", None) == "sigmoid"
-    return RouterShape(int(router.num_experts), int(router.top_k), sigmoid)  # type: ignore[arg-type]
+    if (numbers := _numbers(router)) is None:
+        raise TypeError(f"{type(router).__name__} must have the numbers num_experts and top_k of a router.")
+    return RouterShape(*numbers, sigmoid)
 
 
 class RowParts(NamedTuple):
@@ -367,8 +374,7 @@ def with_router_loss(
     added = loss.added(labels)
     if added is None:
         return output
-    carried: Tensor = _Carry.apply(output, added / divisor)  # type: ignore[no-untyped-call]
-    return carried
+    return _Carry.apply(output, added / divisor)
 
 
 def _with_gradient_of(total: Tensor, added: Tensor | None) -> Tensor:
@@ -378,6 +384,9 @@ def _with_gradient_of(total: Tensor, added: Tensor | None) -> Tensor:
 
 class _Carry(torch.autograd.Function):
     """Hands a tensor on, and gives another scalar a gradient of 1 on the way back."""
+
+    if TYPE_CHECKING:
+        apply: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # torch's has no types
 
     @staticmethod
     def forward(ctx: object, output: Tensor, added: Tensor) -> Tensor:

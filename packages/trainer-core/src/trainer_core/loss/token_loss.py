@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import cache
-from typing import Protocol, TypeGuard, cast
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,14 @@ def takes_targets(loss: object) -> TypeGuard[TargetLoss]:
         return next((place for place, cls in enumerate(classes) if name in vars(cls)), len(classes))
 
     return depth("on_targets") <= min(depth("__call__"), depth("predict"))
+
+
+class _PredictingLoss(TokenLoss, Protocol):
+    def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor, /) -> object: ...
+
+
+def _predicts(loss: TokenLoss) -> TypeGuard[_PredictingLoss]:
+    return getattr(loss, "predict", None) is not None
 
 
 class OnTargets:
@@ -188,9 +196,8 @@ def predict(loss: TokenLoss, model: nn.Module, inputs: Mapping[str, object], lab
     Raises:
         ConfigurationError: If the model does not return what the loss needs.
     """
-    own = cast(Predict | None, getattr(loss, "predict", None))
-    if own is not None:
-        return own(model, inputs, labels)
+    if _predicts(loss):
+        return loss.predict(model, inputs, labels)
     outputs = model(**inputs)
     added = auxiliary_loss_is_added.get()
     if not added and not isinstance(outputs, Tensor) and member(outputs, "aux_loss") is not None:

@@ -66,7 +66,7 @@ class CollectiveWatch(TorchDispatchMode):
     """While active, notes the collectives of this thread, those of backward passes on the host included."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self._seen: dict[tuple[str, int], tuple[int, int]] = {}
 
     def __torch_dispatch__(
@@ -102,6 +102,5 @@ def _ranks(given: Mapping[str, Any]) -> int:
     group = given.get("process_group")
     if group is not None:
         return ProcessGroup.unbox(group).size()
-    name = given.get("group_name")
-    resolved: ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    resolved: ProcessGroup = torch._C._distributed_c10d._resolve_process_group(given["group_name"])
     return resolved.size()

@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, uncounted: Iterable[Tensor] = (), *, keeps_sends: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self._uncounted = [tensor.untyped_storage() for tensor in uncounted]
         self._keeps_sends = keeps_sends
         self._sent: list[Tensor] = []

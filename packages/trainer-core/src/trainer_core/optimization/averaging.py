@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,17 @@ from .optimizers import OptimizerFacade
 
 TRAINING_WEIGHTS = "training_weights"
 """Key of the component with the weights that training continues from, beside the average in `model`."""
+
+
+class _Switching(Protocol):
+    """An optimizer that can put an average into the parameters, and training weights back."""
+
+    def train(self) -> object: ...
+    def eval(self) -> object: ...
+
+
+def _switches(optimizer: Optimizer) -> TypeGuard[_Switching]:
+    return all(callable(getattr(optimizer, method, None)) for method in ("train", "eval"))
 
 
 class AveragedWeights(StepHooks):
@@ -46,7 +58,7 @@ class AveragedWeights(StepHooks):
         model: nn.Module,
         named: Sequence[tuple[str, nn.Parameter]],
         decay: float | None,
-        switching: Sequence[Optimizer],
+        switching: Sequence[_Switching],
     ) -> None:
         self._parameters = [parameter for _, parameter in named]
         self._switching = switching
@@ -150,7 +162,7 @@ class AveragedWeights(StepHooks):
             return
         self._other = self._copies()
         for optimizer in self._switching:
-            optimizer.eval()  # type: ignore[attr-defined]
+            optimizer.eval()
 
     @torch.no_grad()
     def _hide(self) -> None:
@@ -161,7 +173,7 @@ class AveragedWeights(StepHooks):
             self._exchange()
             return
         for optimizer in self._switching:
-            optimizer.train()  # type: ignore[attr-defined]
+            optimizer.train()
         # What it computes from the average is what it was but for rounding.
         for parameter, before in zip(self._parameters, self._other or (), strict=self._other is not None):
             own_part(parameter).copy_(own_part(before))
@@ -207,7 +219,7 @@ def average_weights(args: TrainingArguments, built: BuiltModel, optimizer: Optim
         ConfigurationError: If both do, or a parameter has 16 bits.
     """
     members = optimizer.optimizers if isinstance(optimizer, OptimizerFacade) else (optimizer,)
-    switching = [each for each in members if all(callable(getattr(each, m, None)) for m in ("train", "eval"))]
+    switching = [each for each in members if _switches(each)]
     if args.ema_decay is None and not switching:
         return
     if args.ema_decay is not None and switching:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -120,7 +120,7 @@ class _Part:
     pattern: str
     members: NamedTensors
     options: dict[str, object]
-    factory: OptimizerFactory | None
+    factory: _GroupFactory | None
 
 
 class ParameterGroups:
@@ -151,7 +151,7 @@ class ParameterGroups:
                     "write {'*.bias': {'weight_decay': 0.0}}, for example",
                 )
             factory = options.get("factory")
-            if factory is not None and not callable(factory):
+            if factory is not None and not _is_factory(factory):
                 raise ConfigurationError(
                     f"optimizer_groups[{pattern!r}].factory",
                     factory,
@@ -200,8 +200,10 @@ class ParameterGroups:
             ConfigurationError: For a pattern without parameters, or options that its optimizer lacks.
         """
         named = list(named_parameters)
-        by_factory: dict[OptimizerFactory | None, list[_Part]] = {}
-        for part in self._parts(named, factory, among):
+        by_factory: dict[_GroupFactory | None, list[_Part]] = {}
+        # Here it is called with groups: torch's optimizers take these and named parameters alike.
+        default = cast("_GroupFactory | None", factory)
+        for part in self._parts(named, default, among):
             by_factory.setdefault(part.factory, []).append(part)
         made: list[Optimizer] = []
         for own, parts in by_factory.items():
@@ -214,7 +216,7 @@ class ParameterGroups:
         return made[0] if len(made) == 1 else Multiopt(made)
 
     def _parts(
-        self, named: NamedTensors, default: OptimizerFactory | None, among: Mapping[str, bool] | None
+        self, named: NamedTensors, default: _GroupFactory | None, among: Mapping[str, bool] | None
     ) -> list[_Part]:
         """One part per pattern that has parameters, the default first."""
         owner = self._owners(among or {name: parameter.requires_grad for name, parameter in named})
@@ -222,15 +224,15 @@ class ParameterGroups:
         for pattern in (DEFAULT, *self.groups):
             members = [(name, parameter) for name, parameter in named if owner.get(name) == pattern]
             options = dict(self.groups.get(pattern, {}))
-            own = cast(OptimizerFactory | None, options.pop("factory", None))
+            own = options.pop("factory", None)
             if members:
-                parts.append(_Part(pattern, members, options, own or default))
+                parts.append(_Part(pattern, members, options, own if _is_factory(own) else default))
         return parts
 
     def _make(
         self,
         args: MinimalTrainingArguments,
-        factory: OptimizerFactory | None,
+        factory: _GroupFactory | None,
         parts: list[_Part],
         exempt: Mapping[str, str],
     ) -> Optimizer:
@@ -241,10 +243,14 @@ class ParameterGroups:
             optimizer: Optimizer = make(args, groups)
         else:
             own_groups: list[Group] = [{"params": part.members, **part.options} for part in parts]
-            optimizer = cast(_GroupFactory, factory)(own_groups)
+            optimizer = factory(own_groups)
         for part in parts:
             _check_options(part, optimizer)
         return optimizer
+
+
+def _is_factory(option: object) -> TypeGuard[_GroupFactory]:
+    return callable(option)
 
 
 def build_optimizer(

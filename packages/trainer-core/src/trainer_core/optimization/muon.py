@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.distributed import ProcessGroup
 
 from ..arguments import MinimalTrainingArguments
-from ..distributed.executor import own_part
+from ..distributed.executor import as_dtensor, own_part
 from ..errors import ConfigurationError
 
 # Private in torch 2.11 to 2.13: the iteration and the factor of the rate of `Muon.step`, which has no
@@ -153,12 +153,13 @@ class Muon(optim.Muon):
             for matrix in group["params"]:
                 if matrix.grad is None:
                     continue
-                if own_part(matrix) is matrix:
+                placed = as_dtensor(matrix)
+                if placed is None:
                     alike.setdefault((matrix.shape, _may_be_stacked(matrix, group)), []).append(matrix)
                     continue
-                if (sharers := _sharers_of_rows(matrix)) is None:
-                    update = _whole(self._update(matrix, group), matrix)
-                    self._apply(matrix, _part(_orthogonal(update, group), matrix), group)
+                if (sharers := _sharers_of_rows(placed)) is None:
+                    update = _whole(self._update(matrix, group), placed)
+                    self._apply(matrix, _part(_orthogonal(update, group), placed), group)
                     continue
                 some = together.setdefault(sharers, [])
                 some.append(matrix)
@@ -204,8 +205,8 @@ class Muon(optim.Muon):
         state = self.state[matrix]
         if "momentum_buffer" not in state:
             whole = own_part(matrix) is matrix
-            state["momentum_buffer"] = torch.zeros_like(cast(Tensor, matrix.grad) if whole else matrix)
-        buffer, gradient = own_part(state["momentum_buffer"]), own_part(cast(Tensor, matrix.grad))
+            state["momentum_buffer"] = torch.zeros_like(_gradient(matrix) if whole else matrix)
+        buffer, gradient = own_part(state["momentum_buffer"]), own_part(_gradient(matrix))
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return update.to(torch.bfloat16, copy=True)
@@ -216,9 +217,16 @@ class Muon(optim.Muon):
         held.add_(step, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], matrix.shape))
 
 
+def _gradient(matrix: Tensor) -> Tensor:
+    """The gradient of a matrix that is stepped."""
+    if matrix.grad is None:
+        raise RuntimeError("a matrix without a gradient has nothing to step with.")
+    return matrix.grad
+
+
 def _may_be_stacked(matrix: Tensor, group: Group) -> bool:
     """Whether a stack of such whole matrices has the bits of each by itself."""
-    gradient = cast(Tensor, matrix.grad)
+    gradient = _gradient(matrix)
     return (
         matrix.device.type == "cpu"
         and matrix.dtype == gradient.dtype == torch.float32
@@ -252,9 +260,8 @@ def _orthogonal_stack(updates: Tensor, group: Group) -> Tensor:
     return result.mT if tall else result
 
 
-def _sharers_of_rows(matrix: Tensor) -> ProcessGroup | None:
+def _sharers_of_rows(placed: DTensor) -> ProcessGroup | None:
     """The ranks that hold rows of a matrix that is divided, if nothing else of it is."""
-    placed = cast("DTensor", matrix)
     mesh = placed.device_mesh
     divided = [
         dim for dim, each in enumerate(placed.placements) if not each.is_replicate() and mesh.size(dim) > 1
@@ -270,11 +277,10 @@ def _rows(length: int, ranks: int) -> list[int]:
     return [max(0, min(most, length - rank * most)) for rank in range(ranks)]
 
 
-def _whole(part: Tensor, like: Tensor) -> Tensor:
+def _whole(part: Tensor, placed: DTensor) -> Tensor:
     """The matrix of which this rank has a part, placed as another one is."""
     from torch.distributed.tensor import DTensor
 
-    placed = cast("DTensor", like)
     mesh, placements = placed.device_mesh, placed.placements
     parts = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=placed.shape, stride=placed.stride()
@@ -282,11 +288,10 @@ def _whole(part: Tensor, like: Tensor) -> Tensor:
     return parts.full_tensor()
 
 
-def _part(whole: Tensor, like: Tensor) -> Tensor:
+def _part(whole: Tensor, placed: DTensor) -> Tensor:
     """This rank's part of a matrix that all ranks have, placed as another one is."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    placed = cast("DTensor", like)
     everywhere = [Replicate()] * placed.device_mesh.ndim
     copies = DTensor.from_local(whole, placed.device_mesh, everywhere, run_check=False)
     return copies.redistribute(placements=placed.placements).to_local()

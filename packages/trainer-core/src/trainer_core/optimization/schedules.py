@@ -319,10 +319,11 @@ def build_schedule(args: MinimalTrainingArguments, optimizer: Optimizer, total: 
     Raises:
         ConfigurationError: If the options do not fit, or the schedule needs the total and it is unknown.
     """
-    name, options = args.lr_scheduler_type, dict(args.lr_scheduler_kwargs)
-    check_schedule(name, options)
+    name = args.lr_scheduler_type
+    check_schedule(name, args.lr_scheduler_kwargs)
+    options = cast(dict[str, Any], dict(args.lr_scheduler_kwargs))  # of the types that were just checked
     if name == "reduce_lr_on_plateau":
-        return PlateauSchedule(optimizer, **cast(dict[str, Any], options))
+        return PlateauSchedule(optimizer, **options)
     if total < 0 and needs_total(name, options):
         raise ConfigurationError(
             "lr_scheduler_type",
@@ -330,7 +331,7 @@ def build_schedule(args: MinimalTrainingArguments, optimizer: Optimizer, total: 
             "needs to know where the run ends, which this data cannot tell",
             "set max_steps or epoch_train_steps, or use constant_with_warmup or inverse_sqrt",
         )
-    factor = _factor(name, args.warmup_steps, total, _initial_rate(optimizer), cast(dict[str, Any], options))
+    factor = _factor(name, args.warmup_steps, total, _initial_rate(optimizer), options)
     return FactorSchedule(optimizer, factor)
 
 

@@ -101,7 +101,7 @@ class LossScaler:
         if self._gate is not None:
             raise RuntimeError("unscale_ was called before in this step. Unite several optimizers in one.")
         self._gate = _Gate(optimizer)
-        self._scaler.unscale_(cast(torch.optim.Optimizer, self._gate))
+        self._scaler.unscale_(self._gate.for_scaler())
 
     def step(self, optimizer: SteppedOptimizer) -> bool:
         """Step the optimizer, unless a gradient is infinite or not a number.
@@ -121,7 +121,7 @@ class LossScaler:
         gate = self._gate
         if gate is None or gate.optimizer is not optimizer:
             raise RuntimeError("step and unscale_ got different optimizers. Unite several optimizers in one.")
-        self._scaler.step(cast(torch.optim.Optimizer, gate))
+        self._scaler.step(gate.for_scaler())
         self.skipped_in_a_row = 0 if gate.opened else self.skipped_in_a_row + 1
         self.skipped_steps += not gate.opened
         return gate.opened
@@ -141,21 +141,30 @@ class LossScaler:
         """The factor; waits for the device."""
         return self._scaler.get_scale()
 
-    def state_dict(self) -> dict[str, float | int]:
+    def state_dict(self) -> dict[str, object]:
         """Factor, its rule, and the skipped steps."""
         counts = {"skipped_in_a_row": self.skipped_in_a_row, "skipped_steps": self.skipped_steps}
         return {**self._scaler.state_dict(), **counts}
 
-    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Put a saved state back.
 
         Raises:
             KeyError: If an entry is missing.
+            TypeError: If a number of skipped steps is something else.
         """
         rest = dict(state)
-        self.skipped_in_a_row = int(rest.pop("skipped_in_a_row"))
-        self.skipped_steps = int(rest.pop("skipped_steps"))
+        self.skipped_in_a_row = _count(rest.pop("skipped_in_a_row"))
+        self.skipped_steps = _count(rest.pop("skipped_steps"))
         self._scaler.load_state_dict(rest)
+
+
+def _count(saved: object) -> int:
+    if not isinstance(saved, int | float):
+        raise TypeError(
+            f"a number of skipped steps is a {type(saved).__name__}. Load the state of a LossScaler."
+        )
+    return int(saved)
 
 
 class _Gate:
@@ -175,6 +184,10 @@ class _Gate:
     def step(self) -> None:
         self.optimizer.step()
         self.opened = True
+
+    def for_scaler(self) -> torch.optim.Optimizer:
+        # Of an optimizer, torch's scaler uses groups and step alone.
+        return cast(torch.optim.Optimizer, self)
 
 
 def build_scaler(args: BaseTrainingArguments, model: nn.Module, device: torch.device) -> LossScaler | None:

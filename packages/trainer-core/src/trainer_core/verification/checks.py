@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -370,23 +370,22 @@ class _Verifier:
             NotPossibleError: If that is so on other ranks.
             _FailedOnRanksError: On every rank, if it failed on some, naming them.
         """
-        found: _Found | None = None
+        found: list[_Found] = []
         error: Exception | None = None
         try:
-            found = make()
+            found.append(make())
         except Exception as raised:  # noqa: BLE001  # told to all ranks below
             error = raised
         impossible = isinstance(error, (ConfigurationError, NotPossibleError))
         answer = None if error is None else (impossible, f"{type(error).__name__}: {_line(error)}")
-        answers = gather_objects((answer, None if impossible else found), self.env)
+        answers = gather_objects((answer, found), self.env)
         failed = [(rank, said) for rank, (said, _) in enumerate(answers) if said is not None]
         if any(not cannot for _, (cannot, _) in failed):
             told = "; ".join(f"{self.who(rank)}: {text}" for rank, (cannot, text) in failed if not cannot)
             raise _FailedOnRanksError(told) from error
         if failed:
             raise NotPossibleError(failed[0][1][1].partition(": ")[2]) from error
-        # None of them failed, so that each has found something.
-        return [cast(_Found, value) for _, value in answers]
+        return [value for _, values in answers for value in values]
 
     def runs_of_ranks(self, make: Callable[[], Run]) -> list[Run]:
         """The run that each rank makes by itself."""

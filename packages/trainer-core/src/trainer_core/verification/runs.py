@@ -12,6 +12,7 @@ from torch import Tensor
 from dist_env import DistributedEnvInterface, ParallelLayout, StaticDistributedEnvironment
 
 from ..arguments import DataParallelArguments
+from ..arguments.config import arguments_from_dict
 from ..distributed.executor import own_part
 from ..model import ModelInit
 from ..state import TrainerControl, TrainerState
@@ -114,7 +115,7 @@ class Runs:
             **given,
         }
         return Trainer(
-            DataParallelArguments(**chosen),  # type: ignore[arg-type]
+            arguments_from_dict(DataParallelArguments, chosen),
             model_init=self.model_init,
             train_dataset=list(self.rows),
             callbacks=list(callbacks),

@@ -59,7 +59,7 @@ class OperatorMode(TorchDispatchMode):
     """Hands every operator on plain tensors over; tensor subclasses take theirs apart first."""
 
     def __init__(self, run: Callable[[Any, tuple[object, ...], dict[str, object]], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self._run = run
 
     @classmethod
@@ -98,9 +98,9 @@ def is_plain(tensor: Tensor) -> bool:
     return not is_lazy(tensor) and not _is_composed(type(tensor)) and has_storage(tensor)
 
 
-def _is_composed(kind: type) -> bool:
+def _is_composed(kind: type[Tensor]) -> bool:
     """Whether tensors of this class consist of others."""
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 _OVERWRITING = frozenset(
@@ -300,8 +300,8 @@ class Recording:
         step = Step(
             serial=self._serial,
             operator=operator,
-            arguments=arguments,  # type: ignore[arg-type]
-            keywords=keywords,  # type: ignore[arg-type]
+            arguments=arguments,
+            keywords=keywords,
             contents=tuple(contents),
             written=tuple(order.index(key) for key in order if key in written),
             states={d: state for d, state in before.items() if not torch.equal(state, generator_state(d))},

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ class Step:
         torch.set_default_dtype(self.default_dtype)
         for device, state in self.states.items():
             set_generator_state(device, state)
-        outputs = self.operator(*arguments, **keywords)  # type: ignore[misc]
+        outputs = self.operator(*arguments, **keywords)
         return [storages[slot] for slot in self.written] + [t.untyped_storage() for t in dense(outputs)]
 
 
@@ -206,6 +206,12 @@ def constants(version: Version) -> Iterator[Constant]:
                 yield content.source
 
 
+@overload
+def mapped(value: tuple[object, ...], change: Callable[[object], object]) -> tuple[object, ...]: ...
+@overload
+def mapped(value: dict[str, object], change: Callable[[object], object]) -> dict[str, object]: ...
+@overload
+def mapped(value: object, change: Callable[[object], object]) -> object: ...
 def mapped(value: object, change: Callable[[object], object]) -> object:
     """Apply a change to every value in nested tuples, lists and dicts."""
     if isinstance(value, dict):
