@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dist_env import get_logger
 
 from .arguments import CompressionArguments
+from .optimizer_state import tensors_of
 
 _logger = get_logger(__name__)
 
@@ -177,4 +178,5 @@ class ErrorFeedback:
 
 
 def _parts(state: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return cast(dict[str, Tensor], state["errors"]), cast(dict[str, Tensor], state["factors"])
+    what = "the state of the compression"
+    return tensors_of(what, state["errors"]), tensors_of(what, state["factors"])

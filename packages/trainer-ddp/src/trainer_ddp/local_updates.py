@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,15 @@ from trainer_core import CommBytes, ConfigurationError
 
 from .arguments import DiLoCoArguments, PostLocalSGDArguments
 from .combining import Key, RankCombiner
-from .optimizer_state import Entry, NamedOptimizerState, check_names, host_copy, put_back
+from .optimizer_state import (
+    Entry,
+    NamedOptimizerState,
+    check_names,
+    host_copy,
+    put_back,
+    table_of,
+    tensors_of,
+)
 from .outer_optimizer import OuterOptimizer
 
 logger = get_logger(__name__)
@@ -308,15 +316,14 @@ class Replica:
         """
         if self._optimizer_state is None:
             return
-        weights = cast("Mapping[str, Tensor] | None", state.get("weights"))
-        optimizer_state = cast("Mapping[str, object] | None", state.get("moments"))
-        if weights is not None:
-            live = self._weights.all()
+        saved, optimizer_state = state.get("weights"), state.get("moments")
+        if saved is not None:
+            live, weights = self._weights.all(), tensors_of("what a rank had of its own", saved)
             check_names("what a rank had of its own", weights, live)
             put_back([(live[name], value) for name, value in weights.items()])
         if optimizer_state is not None:
-            self._optimizer_state.load(optimizer_state)
-        self.weights_differ, self.optimizer_state_differs = weights is not None, optimizer_state is not None
+            self._optimizer_state.load(table_of("what a rank had of the optimizer", optimizer_state))
+        self.weights_differ, self.optimizer_state_differs = saved is not None, optimizer_state is not None
 
     def load_resharded(self, states: Sequence[dict[str, object]], *, rank: int, world_size: int) -> None:
         """Leave model and optimizer as they are: with the means.

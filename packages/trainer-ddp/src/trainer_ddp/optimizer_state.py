@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class NamedOptimizerState:
 
     def state(self, replace: Callable[[Tensor], object]) -> dict[str, object]:
         """The state by name as a checkpoint holds it, with something in the place of each tensor."""
-        state = cast(Mapping[str, object], self._named.state_dict()["state"])
+        state = table_of("the state of the optimizer", self._named.state_dict()["state"])
         return {name: with_tensors(values, replace) for name, values in state.items()}
 
     def load(self, state: Mapping[str, object]) -> None:
@@ -145,6 +145,45 @@ def with_tensors(value: object, replace: Callable[[Tensor], object]) -> object:
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(with_tensors(item, replace) for item in value)
     return value
+
+
+def table_of(what: str, saved: object) -> Mapping[str, object]:
+    """A saved value that has to be a table.
+
+    Args:
+        what: What it is, for the message.
+        saved: The value.
+
+    Raises:
+        CheckpointError: If it is something else.
+    """
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(
+            f"{what} in the checkpoint must be a table by name, but has the type {type(saved).__name__}. "
+            "Resume from another checkpoint."
+        )
+    return saved
+
+
+def tensors_of(what: str, saved: object) -> dict[str, Tensor]:
+    """Saved tensors by name.
+
+    Args:
+        what: What they are, for the message.
+        saved: The value.
+
+    Raises:
+        CheckpointError: If it is something else.
+    """
+    table = table_of(what, saved)
+    tensors = {name: value for name, value in table.items() if isinstance(value, Tensor)}
+    if len(tensors) < len(table):
+        other = next(name for name in table if name not in tensors)
+        raise CheckpointError(
+            f"{what} in the checkpoint must have tensors only, but {other} has the type "
+            f"{type(table[other]).__name__}. Resume from another checkpoint."
+        )
+    return tensors
 
 
 def check_names(what: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

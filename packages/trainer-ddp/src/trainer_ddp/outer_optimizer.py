@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from .combining import working_dtype
-from .optimizer_state import check_names, host_copy
+from .optimizer_state import check_names, host_copy, tensors_of
 
 
 class OuterOptimizer:
@@ -88,8 +87,8 @@ class OuterOptimizer:
         Raises:
             checkpoint_core.CheckpointError: If it is of other weights.
         """
-        anchor = cast("Mapping[str, Tensor]", state.get("anchor", {}))
-        velocity = cast("Mapping[str, Tensor]", state.get("momentum", {}))
+        anchor = tensors_of("the anchor of the outer optimizer", state.get("anchor", {}))
+        velocity = tensors_of("the momentum of the outer optimizer", state.get("momentum", {}))
         for what, values in (("anchor", anchor), ("momentum", velocity)):
             if values:
                 check_names(f"the {what} of the outer optimizer", values, self._weights)

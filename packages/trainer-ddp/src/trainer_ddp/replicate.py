@@ -159,8 +159,14 @@ class DDPTrainer(Trainer):
                 "is not the arguments class of DDPTrainer",
                 "pass a DDPTrainingArguments",
             )
-        modes = {"post_local_sgd": args.post_local_sgd, "diloco": args.diloco}
-        return [Replicate(args.ddp, compression=args.compression, **modes)]  # type: ignore[arg-type]
+        return [
+            Replicate(
+                args.ddp,
+                compression=args.compression,
+                post_local_sgd=args.post_local_sgd,
+                diloco=args.diloco,
+            )
+        ]
 
 
 class _WrapperSync(GradSync):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_core import ConfigurationError, is_fake, saved_buffers
 
 from .arguments import DDPArguments
+
+
+class _Options(TypedDict, total=False):
+    init_sync: bool
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    skip_all_reduce_unused_params: bool
+    bucket_cap_mb: float
+    broadcast_buffers: bool
 
 
 def wrap_model(
@@ -26,7 +37,7 @@ def wrap_model(
         group: The ranks.
         device: Where the model is.
     """
-    options: dict[str, object] = {
+    options: _Options = {
         # To compare shapes torch reads values past the modes that stand in for them.
         "init_sync": settings.init_sync and not is_fake(),
         "find_unused_parameters": settings.find_unused_parameters,
@@ -49,7 +60,7 @@ def wrap_model(
             model,
             device_ids=None if device.type == "cpu" else [device],
             process_group=group,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
 
 
