@@ -23,7 +23,7 @@ def gather_float8(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     for module in model.modules():
         if isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
-            module.set_custom_all_gather(_AsBytes())  # type: ignore[arg-type]
+            module.set_custom_all_gather(_AsBytes())  # type: ignore[arg-type]  # its base is private
 
 
 def scale_float8(model: nn.Module) -> None:

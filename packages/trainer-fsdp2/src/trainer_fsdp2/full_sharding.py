@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import nn
@@ -195,16 +195,12 @@ def shard(
         ConfigurationError: If reshard_after_forward is a number that does not fit the ranks, or weights of
             experts cannot be shared out evenly.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     from .float8 import gather_float8
     from .policy import offload_policy, precision_policy
 
-    options = {
-        "mesh": mesh,
-        "mp_policy": precision_policy(settings),
-        "offload_policy": offload_policy(settings, device),
-    }
+    policy, offload = precision_policy(settings), offload_policy(settings, device)
     reshard = resharding(settings.reshard_after_forward, mesh.shape[-1])
     if stays_gathered and reshard is True:
         reshard = False
@@ -213,20 +209,29 @@ def shard(
         # A number is about the ranks of other weights: where it is not a part of these, all is dropped.
         fits = isinstance(reshard, bool) or (reshard < ranks and ranks % reshard == 0)
         # The layer has cast hidden states; weights of the choice stay as the router computes them.
-        policy = replace(precision_policy(settings), cast_forward_inputs=False)
+        of_experts = replace(policy, cast_forward_inputs=False)
         for module in experts:
-            own = {**options, "mesh": expert_mesh, "mp_policy": policy}
-            own["shard_placement_fn"] = _dimension_of(module, ranks)
-            fully_shard(module, reshard_after_forward=reshard if fits else True, **own)  # type: ignore[call-overload]
-    for _, module in units:
-        fully_shard(module, reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
+            fully_shard(
+                module,
+                mesh=expert_mesh,
+                reshard_after_forward=reshard if fits else True,
+                shard_placement_fn=_dimension_of(module, ranks),
+                mp_policy=of_experts,
+                offload_policy=offload,
+            )
+    sharded = [
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+        )
+        for _, module in units
+    ]
     # The backward pass begins with the root, so its weights stay where they are until then.
-    fully_shard(part, reshard_after_forward=False, **options)  # type: ignore[call-overload]
+    fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     use_sum_reduction(part)
     if settings.fp8_all_gather:
         gather_float8(part, mesh)
     if settings.prefetch_depth is not None:
-        _prefetch([cast(FSDPModule, module) for _, module in units], settings.prefetch_depth)
+        _prefetch(sharded, settings.prefetch_depth)
 
 
 class _ShardSync(GradSync):
@@ -312,7 +317,9 @@ def _dimension_of(experts: nn.Module, ranks: int) -> Callable[[nn.Parameter], Sh
     """
     from torch.distributed.tensor import Shard
 
-    count = int(experts.num_experts)  # type: ignore[arg-type]
+    count = experts.num_experts
+    if not isinstance(count, int):
+        raise TypeError(f"num_experts of {type(experts).__name__} must be a number.")
     found: dict[nn.Parameter, int] = {}
     for name, parameter in experts.named_parameters():
         # By experts, or by what each of them has: torch shares out other dimensions than the first evenly.

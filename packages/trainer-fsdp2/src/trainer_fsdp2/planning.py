@@ -187,7 +187,8 @@ class _Planner:
         gpu_memory: float,
     ) -> None:
         self._model_init = model_init
-        self._options = {"sequence_length": sequence_length, "optimizer_factory": optimizer_factory}
+        self._sequence_length = sequence_length
+        self._optimizer_factory = optimizer_factory
         self._gpu_memory = gpu_memory
         self._whole: Plan | None = None
         self._planned: dict[ParallelLayout, dict[str, Plan]] = {}
@@ -220,7 +221,14 @@ class _Planner:
         return f"{_needs(total)} of {self._gpu_memory:g}" if total > self._gpu_memory * _GIB else None
 
     def _plan(self, args: FSDP2TrainingArguments, mesh: ParallelLayout, *, passes: bool = True) -> Plan:
-        return plan(self._model_init, args, world_size=mesh, passes=passes, **self._options)  # type: ignore[arg-type]
+        return plan(
+            self._model_init,
+            args,
+            world_size=mesh,
+            sequence_length=self._sequence_length,
+            optimizer_factory=self._optimizer_factory,
+            passes=passes,
+        )
 
 
 def _check(world_size: int, gpu_memory: float, gpus_per_node: int, tensor: int) -> None:
