@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,10 @@ class _CachedByTheModel:
 
 
 def _logits(output: object) -> Tensor:
-    return output if isinstance(output, Tensor) else cast(Tensor, getattr(output, "logits", None))
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"a model must return logits to write text, but returned a {type(output).__name__}.")
+    return logits
 
 
 @runtime_checkable

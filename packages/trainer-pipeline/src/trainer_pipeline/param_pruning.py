@@ -89,10 +89,10 @@ def instead_of(module: nn.Module) -> Callable[..., object] | None:
 
     What it returns is not a number, so that a model that uses it after all does not continue unnoticed.
     """
-    if type(module).forward is nn.Linear.forward:
-        return partial(_no_product, int(module.out_features))  # type: ignore[arg-type]
-    if type(module).forward is nn.Embedding.forward:
-        return partial(_no_rows, int(module.embedding_dim), module.weight.dtype)  # type: ignore[arg-type]
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return partial(_no_product, module.out_features)
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        return partial(_no_rows, module.embedding_dim, module.weight.dtype)
     if type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
         return _given
     return None
