@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from trainer_core import ConfigurationError, TrainingArguments, suggest
 
@@ -44,6 +44,8 @@ WITHOUT_EFFECT = (
     "overwrite_output_dir",
 )
 
+UNDECODABLE: tuple[Literal["error", "skip", "replace"], ...] = ("error", "skip", "replace")
+"""What may become of documents that are not UTF-8."""
 
 _DATA = "the position in the data has no meaning otherwise, and documents would repeat or be left out"
 UNCHANGEABLE: Mapping[str, str] = {
@@ -146,7 +148,7 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
         self._check_unused()
         check_mesh(self.mesh, self.trainer)
         self._check_trainer()
-        if self.undecodable not in ("error", "skip", "replace"):
+        if self.undecodable not in UNDECODABLE:
             raise ConfigurationError(
                 "undecodable", self.undecodable, "must be error, skip or replace", "choose one of these"
             )

@@ -82,7 +82,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parser_of(name)
     for action in parser._actions:  # argparse has no other way to reach them
         if action.dest in _PATHS:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
+            action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
         elif name == "recipes" and action.dest == "name":
             action.choices = recipe_names()
     return parser

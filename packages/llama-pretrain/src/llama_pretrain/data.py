@@ -6,7 +6,6 @@ import glob
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, cast
 
 from dataloader_dispatch import (
     DocumentSource,
@@ -18,7 +17,7 @@ from dataloader_dispatch import (
 )
 from dist_env import DistributedEnvInterface, ParallelLayout, StaticDistributedEnvironment
 
-from .arguments import PretrainArguments
+from .arguments import UNDECODABLE, PretrainArguments
 from .tokenizer import ByteTokenizer, Tokenizer
 
 # Some distributions leave the tests out, and installed packages may lie inside. Without them the corpus is
@@ -59,7 +58,7 @@ def open_data(args: PretrainArguments) -> DocumentSource:
         return standard_library()
     return open_documents(
         args.data,
-        undecodable=cast(Literal["error", "skip", "replace"], args.undecodable),
+        undecodable=next(each for each in UNDECODABLE if each == args.undecodable),
         text_column=args.text_column,
     )
 

@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, NoReturn, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from trainer_core import ConfigurationError, arguments_from_dict, field_docs, suggest
 
@@ -185,11 +185,11 @@ def _in_tables(settings: Mapping[str, object], cls: type, prefix: str = "") -> d
             )
         name, _, inner = key.replace("-", "_").partition(".")
         group = groups.get(name)
-        if not isinstance(group, type) or not (inner or isinstance(value, Mapping)):
-            name, table = key.replace("-", "_"), value
+        content = {inner: value} if inner else value
+        if isinstance(group, type) and isinstance(content, Mapping):
+            table: object = _in_tables(content, group, f"{prefix}{name}.")
         else:
-            content = {inner: value} if inner else cast(Mapping[str, object], value)
-            table = _in_tables(content, group, f"{prefix}{name}.")
+            name, table = key.replace("-", "_"), value
         before = tables.get(name)
         if isinstance(before, dict) and isinstance(table, dict) and not before.keys() & table.keys():
             table = before | table

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import nn
@@ -332,11 +331,13 @@ def write_sample(
     """
     if not args.sample_tokens:
         return ""
+    if not isinstance(model, Llama):
+        raise TypeError(f"a Llama writes samples, and the model is a {type(model).__name__}.")
     prompt = torch.tensor([list(tokenizer.encode(args.prompt))], device=device)
     generator = torch.Generator(device).manual_seed(args.seed)
     with _uncompiled(args):
         ids = generate(
-            cast(Llama, model),
+            model,
             prompt,
             max_new_tokens=args.sample_tokens,
             temperature=SAMPLE_TEMPERATURE,
@@ -350,7 +351,8 @@ def _uncompiled(args: PretrainArguments) -> AbstractContextManager[object]:
     """Each new length would compile a compiled model again; its eager form gives the same sample at once."""
     if not args.torch_compile:
         return nullcontext()
-    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _marked(text: str, prompt: str) -> str:

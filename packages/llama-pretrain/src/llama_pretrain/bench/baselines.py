@@ -83,7 +83,7 @@ class Work:
         """The model, compiled if the settings say so."""
         return cast(nn.Module, torch.compile(model)) if self.args.torch_compile else model
 
-    def loader(self) -> Any:
+    def loader(self) -> DataLoader[Example]:
         """A new torch loader of the examples, in order."""
         return DataLoader(cast("Dataset[Example]", self.examples), batch_size=self.batch_size)
 

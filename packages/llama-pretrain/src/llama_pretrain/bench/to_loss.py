@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
@@ -191,7 +191,7 @@ def _data(args: BenchArguments, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     return _rows(batches, MOST_STEPS), _rows(evaluation, _EVALUATION_ROWS // _EVALUATION_BATCH)
 
 
-def _rows(batches: Any, number: int) -> Tensor:
+def _rows(batches: Iterable[Mapping[str, Tensor]], number: int) -> Tensor:
     return torch.cat([batch["input_ids"] for batch in islice(batches, number)])
 
 

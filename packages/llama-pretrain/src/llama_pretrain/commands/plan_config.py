@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_env import ParallelLayout
-from trainer_core import ConfigurationError, Plan, longest_sequence, plan
+from trainer_core import ConfigurationError, Plan, arguments_from_dict, longest_sequence, plan
 from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, recommend
 
 from ..arguments import PretrainArguments, settings_of
@@ -53,7 +53,7 @@ def show_plan(given: Mapping[str, object]) -> None:
             "gpus", given["gpus"], "contradicts --config, whose mesh determines it", "give --mesh instead"
         )
     args = resolve({key: value for key, value in given.items() if key not in _OF_THE_GPUS})
-    asked = PlanArguments(**{key: given[key] for key in _OF_THE_GPUS if key in given})  # type: ignore[arg-type]
+    asked = arguments_from_dict(PlanArguments, {key: given[key] for key in _OF_THE_GPUS if key in given})
     mesh = parse_mesh(args.mesh)
     _check_gpus(asked)
     _refuse_unplannable(name, args)

@@ -449,10 +449,12 @@ class Server(ThreadingHTTPServer):
             return True
         return name in self._names
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
+    ) -> None:
         """A page that was closed does not wait for its answer; anything else is printed."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]
+            super().handle_error(request, client_address)
 
 
 def _page() -> tuple[bytes, str]:

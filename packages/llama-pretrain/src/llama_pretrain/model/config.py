@@ -106,13 +106,17 @@ class LlamaConfig:
         values: dict[str, object] = {"architectures": [self.architecture], "model_type": self.model_type}
         values |= {field.name: getattr(self, field.name) for field in fields(self)}
         # transformers 4 reads rope_theta and rope_scaling, transformers 5 reads rope_parameters.
-        scaling: dict[str, object] = {"rope_type": "default"}
         del values["rope_scaling"]
         if self.rope_scaling is not None:
-            values["rope_scaling"] = scaling = self.rope_scaling.to_dict()
-        values["rope_parameters"] = {**scaling, "rope_theta": self.rope_theta}
+            values["rope_scaling"] = self.rope_scaling.to_dict()
+        values["rope_parameters"] = self._rope_parameters()
         values |= self.fixed
         return values
+
+    def _rope_parameters(self) -> dict[str, object]:
+        scaling = self.rope_scaling
+        kind = {"rope_type": "default"} if scaling is None else scaling.to_dict()
+        return {**kind, "rope_theta": self.rope_theta}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> LlamaConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import cast
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from trainer_core import is_fake
 from .moe_config import Experts
 
 logger = get_logger(__name__)
+
+
+_Products: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Router(nn.Module):
@@ -72,7 +75,7 @@ class Router(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         before = getattr(self, "e_score_correction_bias", None)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        nn.Module._apply(self, fn, recurse)
         if before is not None and self.e_score_correction_bias.dtype is not torch.float32:
             # Steps of 0.001 would be lost in bfloat16. What was cast has been rounded, so it is taken anew.
             self.e_score_correction_bias = before.to(self.e_score_correction_bias.device, torch.float32)
@@ -130,10 +133,10 @@ class ExpertWeights(nn.Module):
         if x.is_meta or is_fake():
             return _even_products(x.to(dtype), up.to(dtype), down.to(dtype))
         if not _grouped_fits(up, down, dtype) or not has_grouped_products(device, dtype):
-            return cast(Tensor, _looped_products(x, up, down, counts))
+            return _looped_products(x, up, down, counts)
         if dtype is not torch.bfloat16:
             # torch 2.13 can trace grouped products of bfloat16 alone.
-            return cast(Tensor, _untraced_grouped_products(x.to(dtype), up.to(dtype), down.to(dtype), counts))
+            return _untraced_grouped_products(x.to(dtype), up.to(dtype), down.to(dtype), counts)
         return _grouped_products(x.to(dtype), up.to(dtype), down.to(dtype), counts)
 
 
@@ -180,11 +183,10 @@ def _grouped_products(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) 
     return F.grouped_mm(hidden, down.transpose(-2, -1), offs=ends)
 
 
-_untraced_grouped_products = torch.compiler.disable(_grouped_products)
+_untraced_grouped_products: _Products = torch.compiler.disable(_grouped_products)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _looped_products(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+def _looped(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
     """The same, one expert after the other, without those that have no token; the host waits for counts."""
     sizes = counts.tolist()
     # By `unbind`, whose backward puts the gradients of all experts together once. Each index would have a
@@ -193,6 +195,9 @@ def _looped_products(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -
     # Without any token all of them compute nothing, so that weights have gradients of zeros.
     some = [each for each in parts if len(each[0]) or not len(x)]
     return torch.cat([F.linear(_gated(F.linear(part, up)), back) for part, up, back in some])
+
+
+_looped_products: _Products = torch.compiler.disable(_looped)
 
 
 def _even_products(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

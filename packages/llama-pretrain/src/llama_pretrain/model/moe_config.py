@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal, TypedDict
 
 from trainer_core import ConfigurationError
 
@@ -155,8 +155,7 @@ class Glm4MoeConfig(LlamaConfig):
 
     def to_dict(self) -> dict[str, object]:
         """Return the content of a `config.json` that transformers reads as `Glm4MoeForCausalLM`."""
-        values = super().to_dict()
-        rotary = cast(Mapping[str, object], values["rope_parameters"])
+        values, rotary = super().to_dict(), self._rope_parameters()
         # transformers turns half of each head if nothing says how much.
         whole = {"partial_rotary_factor": 1.0}
         return {**values, "rope_parameters": {**rotary, **whole}, **whole}
@@ -229,7 +228,20 @@ def _check_experts(config: MixtralConfig | Glm4MoeConfig, setting: str, count: i
 
 
 # The vocabulary and special tokens are those of bytes, as those of `tiny`.
-_NANO = {
+class _Nano(TypedDict):
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    initializer_range: float
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+
+
+_NANO: _Nano = {
     "vocab_size": 320,
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -243,7 +255,7 @@ _NANO = {
 }
 PRESETS: Mapping[str, LlamaConfig] = {
     "moe-nano": Glm4MoeConfig(
-        **_NANO,  # type: ignore[arg-type]
+        **_NANO,
         intermediate_size=344,
         moe_intermediate_size=96,
         n_routed_experts=16,
@@ -251,7 +263,7 @@ PRESETS: Mapping[str, LlamaConfig] = {
         output_router_logits=True,
     ),
     "mixtral-nano": MixtralConfig(
-        **_NANO,  # type: ignore[arg-type]
+        **_NANO,
         intermediate_size=176,
         num_local_experts=8,
         rope_theta=10000.0,

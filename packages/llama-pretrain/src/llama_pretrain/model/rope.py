@@ -363,7 +363,7 @@ class RotaryEmbedding(nn.Module):
         return angles.cos() * self.scaling.amplitude, angles.sin() * self.scaling.amplitude
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        nn.Module._apply(self, fn, recurse)
         self.cos, self.sin = self._tables(self.cos.device)
         return self
 
