@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         printable,
         size_text,
     )
-    from dist_env.control_group import ControlGroup
+    from dist_env.control_group import ControlGroup, Transfer
     from dist_env.encoding import decode_value, encode_value
     from dist_env.environment import DistributedEnvironment
     from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
@@ -64,6 +64,7 @@ __all__ = [
     "StaticDistributedEnvironment",
     "StoreError",
     "StoreSettingsError",
+    "Transfer",
     "add_version",
     "barrier",
     "broadcast_object",

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dist_env.control_group import ControlGroup
 from dist_env.coordination import coordinator_of, no_process_group
-from dist_env.encoding import decode_value, encode_value
+from dist_env.encoding import decode_as, encode_value
 from dist_env.environment import DistributedEnvironment
 from dist_env.errors import DistributedEnvironmentError, RankFailedError
 from dist_env.interface import DistributedEnvInterface, is_alone
@@ -142,7 +142,7 @@ def broadcast_object(
     if is_source:
         on_device.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(on_device, src=src, group=process_group)
-    return obj if is_source else cast(T, _decoded(_to_bytes(on_device), src))
+    return obj if is_source else _decoded(obj, _to_bytes(on_device), src)
 
 
 def gather_objects(
@@ -181,7 +181,7 @@ def gather_objects(
     received = [_zeros(longest, rank, device) for rank in ranks]
     dist.all_gather(received, padded, group=process_group)
     parts = zip(received, lengths, ranks, strict=True)
-    return [cast(T, _decoded(_to_bytes(tensor[:length]), rank)) for tensor, length, rank in parts]
+    return [_decoded(obj, _to_bytes(tensor[:length]), rank) for tensor, length, rank in parts]
 
 
 def _members(
@@ -226,9 +226,9 @@ def _encoded(obj: object) -> tuple[bytes, TypeError | None]:
         return b"", error
 
 
-def _decoded(data: bytes, rank: int) -> object:
+def _decoded(like: T, data: bytes, rank: int) -> T:
     try:
-        return decode_value(data)
+        return decode_as(like, data)
     except ValueError as error:
         raise _unreadable(rank, error) from error
 

@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dist_env.coordination import UNKNOWN_HOST, current_coordinator
-from dist_env.encoding import decode_value, encode_value
+from dist_env.encoding import decode_as, encode_value
 from dist_env.errors import (
     DistributedEnvironmentError,
     RankFailedError,
@@ -31,6 +31,17 @@ from dist_env.errors import (
 from dist_env.gather_tree import BYTES_PER_VALUE, Table, Unread, above, below, beside, merge, read_table
 
 T = TypeVar("T")
+
+
+class Transfer(Protocol):
+    """An exchange under way, such as the ``Work`` of torch that its start returned."""
+
+    def is_completed(self) -> bool:
+        """Whether waiting for it returns at once, or raises."""
+
+    def wait(self) -> object:
+        """Wait for its end; a RuntimeError tells that it failed."""
+
 
 _SHORT = 1024
 """Bytes of a message that travels in one exchange with its size."""
@@ -220,7 +231,7 @@ class ControlGroup:
         most = torch.tensor([1, *values], dtype=torch.uint8)  # what arrives is told by its first byte
         arrivals = [self._receive(doing, child, len(most)) for child, _ in below(self.index, self.size)]
         for arrival in arrivals:
-            self.wait(doing, cast(dist.Work, arrival))
+            self.wait(doing, arrival)
             most = torch.maximum(most, torch.frombuffer(arrival.memory, dtype=torch.uint8))
         try:
             answer = most.clone()
@@ -232,7 +243,7 @@ class ControlGroup:
         del send  # whoever got it has answered
         return bytes(answer[1:].tolist())
 
-    def wait(self, doing: str, work: dist.Work) -> None:
+    def wait(self, doing: str, work: Transfer) -> None:
         """Wait for an exchange of the group to end.
 
         Args:
@@ -248,7 +259,7 @@ class ControlGroup:
             self._is_torn = True
             raise
 
-    def _wait(self, doing: str, work: dist.Work) -> None:
+    def _wait(self, doing: str, work: Transfer) -> None:
         pause, next_look = _SHORTEST_PAUSE, time.monotonic() + _LOOK_SECONDS
         # Polled: a rank that does not talk to the lost one itself would wait for the timeout in silence.
         while not work.is_completed():
@@ -351,7 +362,8 @@ class ControlGroup:
                 )
 
     def _connect(self, doing: str) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        world = dist.group.WORLD if dist.is_available() else None
+        if world is None:
             raise DistributedEnvironmentError(
                 f"{self.size} ranks need a process group, and there is none. Call "
                 "torch.distributed.init_process_group, or open a dist_env.DistributedEnvironment, first."
@@ -362,7 +374,7 @@ class ControlGroup:
             )
         self.index = self.ranks.index(dist.get_rank())
         try:
-            self._meet(doing)
+            self._meet(doing, world.get_group_store())
         except RankTimeoutError as error:
             named = listed(f"rank {rank} ({host})" for rank, host in sorted(error.missing.items()))
             raise RankFailedError(
@@ -381,19 +393,19 @@ class ControlGroup:
             gloo = _open_gloo(self.store("gloo"), self.index, self.size, timeout)
         except RuntimeError as error:
             raise self.broken(doing, error) from error
-        self.process_group = cast(dist.ProcessGroup, gloo)  # a backend has the same methods
+        # A backend has the same methods, which torch does not declare.
+        self.process_group = cast(dist.ProcessGroup, gloo)
         _open.add(self)
         self.connect(doing, beside(self.index, self.size))
         self.host(0)  # known also where rank 0, which may hold the store, is lost
 
-    def _meet(self, doing: str) -> None:
+    def _meet(self, doing: str, store: Store) -> None:
         """Wait for the other ranks, and name the group.
 
         gloo's own start holds the connection of this process to the store until all have come, from which
         what the others do first, such as a save in the background, may have to hear.
         """
         self._coordinator = current_coordinator()
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         named = f"{doing}/{_named(self.ranks)}"
         # The store counts, for each place: a process may have been another rank of an earlier default group.
         number = store.add(f"dist_env/control groups/{named}/{self.index}", 1)
@@ -429,7 +441,7 @@ class ControlGroup:
         self, doing: str, child: int, end: int, arrival: _Arrival, most_bytes: int
     ) -> Table | Unread:
         """What the ranks from a child to before ``end`` have."""
-        self.wait(doing, cast(dist.Work, arrival))
+        self.wait(doing, arrival)
         head = bytes(arrival.memory)
         size, most = int.from_bytes(head[:_HEAD], "big"), (end - child) * (most_bytes + BYTES_PER_VALUE)
         if size > max(most, _SHORT):
@@ -438,7 +450,7 @@ class ControlGroup:
         if size > len(message):
             arrival = self._receive(doing, child, size - len(message))
             arrival.has_begun = True  # it follows at once
-            self.wait(doing, cast(dist.Work, arrival))
+            self.wait(doing, arrival)
             message += arrival.memory
         return read_table(message, range(child, end), most_bytes)
 
@@ -470,12 +482,12 @@ class ControlGroup:
 
     def _decoded(self, doing: str, index: int, message: bytes, own: T) -> T:
         try:
-            value = decode_value(message)
+            value = decode_as(own, message)
         except ValueError as error:
             raise self.unreadable(doing, index, error) from error
         if type(value) is not type(own) and value is not None and own is not None:
             raise self.unreadable(doing, index, f"it holds a {type(value).__name__}")
-        return cast(T, value)
+        return value
 
     def _missing(self, seconds: float) -> list[int]:
         """Positions of the ranks that do not answer a liveness check, to which this one answers."""

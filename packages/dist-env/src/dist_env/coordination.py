@@ -247,7 +247,7 @@ class Coordinator:
 
     def clone(self) -> Coordinator:
         """The same with a connection of its own, for another thread."""
-        return Coordinator(self.store.clone(), self.record)  # type: ignore[attr-defined]
+        return Coordinator(self.store.clone(), self.record)  # type: ignore[attr-defined]  # undeclared
 
     def _late(self, late: list[int], total: int, what: str) -> RankTimeoutError:
         hosts = {rank: self.host_of(rank) for rank in late}
@@ -301,7 +301,9 @@ def lost_store(record: RankRecord) -> RankFailedError:
 
 def prefix_store(prefix: str, store: Store) -> Store:
     """The same store, seen through a prefix of its keys."""
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(prefix, store)
 
 
 def coordinator_of(env: DistributedEnvInterface) -> Coordinator:

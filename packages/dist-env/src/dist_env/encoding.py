@@ -12,7 +12,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -36,6 +36,7 @@ _U32, _I64, _F64, _C128 = struct.Struct("<I"), struct.Struct("<q"), struct.Struc
 
 Extend = Callable[[object], tuple[str, object] | None]
 """Gives a value of another type as a name and a value that can be encoded; None if it cannot."""
+T = TypeVar("T")
 Restore = Callable[[str, object], object]
 """The reverse of `Extend`; a ValueError refuses the name or the value."""
 
@@ -100,14 +101,29 @@ def decode_value(data: bytes, *, tensors: Sequence[object] = (), restore: Restor
     return value
 
 
-def _is_dense(value: object) -> bool:
+def decode_as(like: T, data: bytes) -> T:
+    """Read what another rank wrote with `encode_value` where this one has, or would have, something like it.
+
+    Its type is taken on trust, as that of what a collective of torch gathers.
+
+    Args:
+        like: What this rank has in its place.
+        data: The bytes, from whomever.
+
+    Raises:
+        ValueError: As `decode_value`.
+    """
+    return cast(T, decode_value(data))
+
+
+def _is_dense(value: torch.Tensor) -> bool:
     """Whether a value is a tensor that is no more than its elements: not sparse, nor nested or quantized."""
     return (
         type(value) in _TENSORS
-        and value.layout is torch.strided  # type: ignore[attr-defined]
-        and not value.is_nested  # type: ignore[attr-defined]
-        and not value.is_meta  # type: ignore[attr-defined]
-        and _dtype_name(value.dtype) in _DTYPES  # type: ignore[attr-defined]
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_meta
+        and _dtype_name(value.dtype) in _DTYPES
     )
 
 

@@ -117,7 +117,8 @@ def examine(
         for size in (_sizes_for(env, max_bytes) if has_group else ())
     ]
     reach("compute")
-    reports = [_read_report(told) for told in gather_objects(asdict(check_device(report, env.device)), env)]
+    own = asdict(check_device(report, env.device))
+    reports = [RankReport(**told) for told in gather_objects(own, env)]
     hosts = [each.host for each in reports]
     links = measure_pairs(env, hosts, lambda: reach("links"), max_bytes) if env.world_size > 1 else []
     slow, too_slow = find_slow_devices(reports)
@@ -139,10 +140,6 @@ def examine(
         ],
         seconds=time.monotonic() - start,
     )
-
-
-def _read_report(told: dict[str, object]) -> RankReport:
-    return RankReport(**told)  # type: ignore[arg-type]
 
 
 def _sizes_for(env: DistributedEnvironment, largest: float | None) -> tuple[int, ...]:

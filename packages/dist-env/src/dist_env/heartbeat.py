@@ -206,7 +206,9 @@ def _coordinator(env: DistributedEnvInterface) -> Coordinator:
     """What the ranks share; one process alone needs no network for it."""
     if env.world_size > 1:
         return coordinator_of(env)
-    return Coordinator(dist.HashStore(), RankRecord.of(env))  # type: ignore[attr-defined]
+    from torch._C._distributed_c10d import HashStore
+
+    return Coordinator(HashStore(), RankRecord.of(env))
 
 
 def _stack(thread: int) -> list[str]:

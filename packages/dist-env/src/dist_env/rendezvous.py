@@ -249,7 +249,9 @@ def _host_store(address: str, port: int, timeout: float, listener: int) -> Store
     Raises:
         torch.distributed.DistError: The address does not lead here.
     """
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(
         address,
         port,
         None,
@@ -272,12 +274,14 @@ def _connect_store(address: str, port: int, timeout: float, handshake: float) ->
     Raises:
         ConnectionError: Whoever listens there does not answer like a store.
     """
+    from torch._C._distributed_c10d import TCPStore
+
     opened: list[Store] = []
 
     def connect() -> None:
         with suppress(dist.DistError):
             limit = timedelta(seconds=timeout)
-            opened.append(dist.TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False))  # type: ignore[attr-defined]
+            opened.append(TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False))
 
     # A listener that accepts and stays silent would hold the constructor for ever, whatever its timeout.
     thread = threading.Thread(target=connect, name="connect_store", daemon=True)

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import cast
 
 from torch import distributed as dist
 from torch.autograd import profiler
@@ -308,7 +307,7 @@ class _Callers:
             if key.fileobj is self._listener:
                 self._admit()
                 continue
-            connection = cast(socket.socket, key.fileobj)
+            connection: socket.socket = key.data
             if (rank := self._hear(connection)) is not None:
                 introduced.append((rank, connection))
         too_long = time.monotonic() - _SILENT_STRANGER_SECONDS
@@ -330,7 +329,7 @@ class _Callers:
             return  # It has gone again.
         connection.setblocking(False)
         self._said[connection] = time.monotonic(), b""
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _hear(self, connection: socket.socket) -> int | None:
         """The rank of a connection, once it has said so; others are closed."""

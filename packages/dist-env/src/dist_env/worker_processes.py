@@ -10,11 +10,12 @@ import runpy
 import signal
 import sys
 from multiprocessing import context, process
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from dist_env import orphans
 
 _Loader = TypeVar("_Loader")
+_Context: TypeAlias = "context.ForkContext | context.SpawnContext | context.ForkServerContext"
 
 
 def tie_loader_workers(loader: _Loader) -> _Loader:
@@ -37,7 +38,7 @@ def tie_loader_workers(loader: _Loader) -> _Loader:
     return loader
 
 
-def die_with_parent_context(method: str | None = None) -> context.BaseContext:
+def die_with_parent_context(method: str | None = None) -> _Context:
     """A context of `multiprocessing` whose processes die with the one that starts them.
 
     They ignore SIGINT: Ctrl-C in a terminal reaches all processes, and the parent decides what becomes of its
@@ -58,7 +59,7 @@ def die_with_parent_context(method: str | None = None) -> context.BaseContext:
     return _CONTEXTS[method]
 
 
-_CONTEXTS: dict[str, context.BaseContext]
+_CONTEXTS: dict[str, _Context]
 _PLAIN: tuple[type, ...]
 
 if sys.platform == "win32":
