@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dataloader_dispatch.documents import DocumentSource, TokenDocuments, data_fingerprint
     from dataloader_dispatch.errors import DataError
     from dataloader_dispatch.loader import (
+        Indexed,
         ResumableDataLoader,
         build_loader,
         end_workers,
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
         passes_for_shares,
         split_documents,
     )
-    from dataloader_dispatch.other_trainers import FabricLoader, LightningLoader, set_train_loader
+    from dataloader_dispatch.other_trainers import (
+        FabricLoader,
+        LightningLoader,
+        ResumableLoader,
+        set_train_loader,
+    )
     from dataloader_dispatch.rows import ignored_like, is_ignored
     from dataloader_dispatch.settings import RowSpan
     from dataloader_dispatch.sources.columns import ColumnDocuments
@@ -54,9 +60,11 @@ __all__ = [
     "FabricLoader",
     "FileDocuments",
     "GlobalMean",
+    "Indexed",
     "LightningLoader",
     "MixedDocuments",
     "ResumableDataLoader",
+    "ResumableLoader",
     "RowSpan",
     "ShuffledIndex",
     "SkippedFile",

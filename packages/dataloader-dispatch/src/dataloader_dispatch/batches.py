@@ -37,11 +37,12 @@ def masked_dummy(batch: Batch) -> Batch:
     Raises:
         DataError: The batch is not a mapping, has no ``labels``, or they can hold neither.
     """
-    if not isinstance(batch, Mapping):
+    keys = batch.keys() if isinstance(batch, Mapping) else None
+    if keys is None:
         raise cannot_mask(f"a batch of type {type(batch).__name__}, which is not a mapping")
-    if "labels" not in batch:
-        raise cannot_mask(f"a batch with the keys {sorted(map(str, batch))}, without 'labels'")
-    return cast(Batch, _rebuilt(batch, _masked))
+    if "labels" not in keys:
+        raise cannot_mask(f"a batch with the keys {sorted(map(str, keys))}, without 'labels'")
+    return _alike(batch, _masked)
 
 
 def _masked(value: object, key: object) -> object:
@@ -78,7 +79,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         move = getattr(value, "to", None)
         return move(device) if callable(move) else value
 
-    return cast(Batch, _rebuilt(batch, moved))
+    return _alike(batch, moved)
 
 
 def _may_arrive_later(device: torch.device) -> bool:
@@ -104,7 +105,12 @@ def copy_of(batch: Batch) -> Batch:
     def copied(value: object, _: object) -> object:
         return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
-    return cast(Batch, _rebuilt(batch, copied))
+    return _alike(batch, copied)
+
+
+def _alike(batch: Batch, leaf: Callable[[object, object], object]) -> Batch:
+    """As `_rebuilt`, where what becomes of each value has its type."""
+    return cast(Batch, _rebuilt(batch, leaf))
 
 
 def _rebuilt(value: object, leaf: Callable[[object, object], object], key: object = None) -> object:
@@ -117,7 +123,7 @@ def _rebuilt(value: object, leaf: Callable[[object, object], object], key: objec
     """
     if isinstance(value, (list, tuple)):
         parts = [_rebuilt(item, leaf, key) for item in value]
-        make = cast(Callable[..., object], type(value))
+        make: Callable[..., object] = type(value)
         return make(*parts) if hasattr(value, "_fields") else make(parts)
     if isinstance(value, torch.Tensor) or not isinstance(value, Mapping):
         return leaf(value, key)
@@ -149,7 +155,9 @@ def is_immutable(skeleton: object) -> bool:
         return True
     if type(skeleton) is dict:
         return all(map(is_immutable, skeleton.values()))
-    return type(skeleton) in (list, tuple) and all(map(is_immutable, skeleton))  # type: ignore[call-overload]
+    if not isinstance(skeleton, (list, tuple)) or type(skeleton) not in (list, tuple):
+        return False
+    return all(map(is_immutable, skeleton))
 
 
 def _is_dense(value: object) -> TypeGuard[torch.Tensor]:

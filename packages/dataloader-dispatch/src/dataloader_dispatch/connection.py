@@ -14,6 +14,7 @@ import os
 import pickle
 import struct
 import traceback
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -194,8 +195,8 @@ class BatchCodec:
 
     def _extend(self, value: object) -> tuple[str, object] | None:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        if name in _MAPPINGS:
-            return name, (value.data, getattr(value, "n_sequences", None))  # type: ignore[attr-defined]
+        if name in _MAPPINGS and isinstance(value, UserDict):
+            return name, (value.data, getattr(value, "n_sequences", None))
         if not self._unpickle:
             return None
         try:

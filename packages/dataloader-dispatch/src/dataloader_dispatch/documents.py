@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -163,7 +163,7 @@ def locate(starts: Sequence[int], index: int, what: str = "source") -> tuple[int
     return number, index - starts[number]
 
 
-def token_tensor(tokens: Sequence[int] | torch.Tensor | Integers, name: str) -> torch.Tensor:
+def token_tensor(tokens: Sized, name: str) -> torch.Tensor:
     """Token ids as an int64 tensor of shape [n]; `DataError` names ``name`` when they are not token ids."""
     import torch
 

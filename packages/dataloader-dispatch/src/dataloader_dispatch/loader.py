@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -30,6 +30,18 @@ _PARTS = (*WRAPPED_LOADERS, "batch_sampler", "sampler", "dataset", "datasets")
 """Also where `Subset`, `ConcatDataset`, `ChainDataset` and `StackDataset` keep what they are made of."""
 
 
+class HasEpochs(Protocol):
+    """A loader, or a part of one, that is told each epoch."""
+
+    def set_epoch(self, epoch: int, /) -> object:
+        """Go to the start of an epoch."""
+
+
+def has_epochs(part: object) -> TypeGuard[HasEpochs]:
+    """Whether it is told each epoch."""
+    return callable(getattr(part, "set_epoch", None))
+
+
 def set_loader_epoch(loader: object, epoch: int) -> None:
     """Tell a loader which epoch begins, or, where it has no ``set_epoch``, its parts that have one.
 
@@ -41,25 +53,25 @@ def set_loader_epoch(loader: object, epoch: int) -> None:
     the copies of the first pass, of which a warning tells; only the loaders of this package begin them anew.
 
     Args:
-        loader: Any iterable.
+        loader: Any loader.
         epoch: The epoch, from 0.
     """
     for listener in epoch_listeners(loader):
         listener.set_epoch(epoch)
 
 
-def epoch_listeners(loader: object) -> list[Any]:
+def epoch_listeners(loader: object) -> list[HasEpochs]:
     """What `set_loader_epoch` tells: of a loader, or of a dataset; each object once."""
-    found: list[Any] = []
+    found: list[HasEpochs] = []
     _collect(loader, found, set())
     return found
 
 
-def _collect(part: object, found: list[Any], seen: set[int]) -> None:
+def _collect(part: object, found: list[HasEpochs], seen: set[int]) -> None:
     if part is None or id(part) in seen:
         return
     seen.add(id(part))
-    if callable(getattr(part, "set_epoch", None)):
+    if has_epochs(part):
         found.append(part)
         return
     if isinstance(part, DataLoader):
@@ -153,8 +165,18 @@ class EpochSampler(Sampler[int]):
 class Indexed(Protocol[Item_co]):
     """A map-style dataset: it has a length and is indexed by integers, as a list is."""
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Item_co: ...
+    def __len__(self) -> int:
+        """Number of items."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Item_co:
+        """Item ``index``."""
+        ...
+
+
+def is_indexed(dataset: Dataset[Item] | Indexed[Item]) -> TypeGuard[Indexed[Item]]:
+    """Whether a dataset is a map-style one."""
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
@@ -168,14 +190,14 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
     `load_state_dict` begins at the loaded position. A pass that reaches the end makes the next epoch current.
     """
 
-    def __init__(self, dataset: object, sampler: EpochSampler, **options: object) -> None:
+    def __init__(self, dataset: Indexed[Any], sampler: EpochSampler, **options: object) -> None:
         # A generator of its own: making an iterator draws a seed, and would disturb the random numbers of a
         # run that makes one more because it resumed.
         with warnings.catch_warnings():
             _ignore_torchdata_warning()
             super().__init__(dataset, sampler=sampler, generator=torch.Generator(), **options)
         self._place = sampler
-        self._listeners: list[Any] | None = None
+        self._listeners: list[HasEpochs] | None = None
         self._told_epoch: int | None = None
         self._loaded = False
         self._passes = 0
@@ -320,6 +342,11 @@ def build_loader(
         "persistent_workers": persistent_workers,
     }
     if not isinstance(dataset, IterableDataset):
+        if not is_indexed(dataset):
+            raise TypeError(
+                f"dataset is a {type(dataset).__name__} without length and index. Give a map-style dataset, "
+                "or derive it from torch.utils.data.IterableDataset."
+            )
         sampler = _sampler(dataset, batch_size, drop_last, shuffle, seed)
         return tie_loader_workers(ResumableDataLoader(dataset, sampler, **options))
     if shuffle:
@@ -338,12 +365,9 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed % 2**63)
 
 
-def _sampler(dataset: object, batch_size: int, drop_last: bool, shuffle: bool, seed: int) -> EpochSampler:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"dataset is a {type(dataset).__name__} without length and index. Give a map-style dataset, or "
-            "derive it from torch.utils.data.IterableDataset."
-        )
+def _sampler(
+    dataset: Indexed[Any], batch_size: int, drop_last: bool, shuffle: bool, seed: int
+) -> EpochSampler:
     length = len(dataset)
     if length == 0:
         raise DataError("dataset is empty. Give at least one item.")
@@ -360,7 +384,7 @@ def _ignore_torchdata_warning() -> None:
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
 
 
-def sync_dataset_state_from_dataloader(loader: object) -> bool:
+def sync_dataset_state_from_dataloader(loader: Iterable[object]) -> bool:
     """Copy the state of the datasets in a loader's worker processes into its dataset in this process.
 
     Worker processes hold the copies of a dataset that advance. Lengths and positions asked of the one in
@@ -428,9 +452,17 @@ def end_workers(loader: object, batches: object = None) -> None:
             # Its position is in the iterator. A worker that died cannot tell its own.
             with suppress(RuntimeError):
                 inner.load_state_dict(inner.state_dict())
-        iterator._shutdown_workers()  # type: ignore[union-attr]
+        if isinstance(iterator, _WithWorkers):
+            iterator._shutdown_workers()
         if getattr(inner, "_iterator", None) is iterator:
             inner._iterator = None
+
+
+@runtime_checkable
+class _WithWorkers(Protocol):
+    """An iterator of torch's or torchdata's loader with worker processes."""
+
+    def _shutdown_workers(self) -> None: ...
 
 
 def _innermost(loader: object) -> object:

@@ -9,7 +9,15 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsIndex, overload, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    NamedTuple,
+    Protocol,
+    SupportsFloat,
+    SupportsIndex,
+    overload,
+    runtime_checkable,
+)
 
 import numpy as np
 import torch
@@ -516,8 +524,10 @@ def passes_for_shares(
 
 
 def _is_positive(weight: object) -> bool:
+    if isinstance(weight, str | bool) or not isinstance(weight, SupportsFloat | SupportsIndex):
+        return False
     try:
-        return not isinstance(weight, str | bool) and 0 < float(weight) < math.inf  # type: ignore[arg-type]
+        return 0 < float(weight) < math.inf
     except (TypeError, ValueError, OverflowError):
         return False
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,14 @@ class ResumableLoader(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Go to a position."""
+
+
+class _CountsEpochs(Protocol):
+    epoch: int
+
+
+def _counts_epochs(loader: object) -> TypeGuard[_CountsEpochs]:
+    return hasattr(loader, "epoch")
 
 
 class _Batches(IterableDataset[Any]):
@@ -97,7 +105,10 @@ class FabricLoader(DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """Epoch of the next batch to be read, if the loader has ``epoch``."""
-        return cast(int, cast(Any, self._of_this_rank()).epoch)
+        source = self._of_this_rank()
+        if not _counts_epochs(source):
+            raise AttributeError(f"The {type(source).__name__} does not tell its epoch.")
+        return source.epoch
 
     def state_dict(self) -> dict[str, object]:
         """The positions of all ranks behind the batch in use; collective with several ranks."""
@@ -133,8 +144,7 @@ class FabricLoader(DataLoader[Any]):
             check_rank(type(self).__name__, self._given, _rank(), _world_size())
             source = self._given
             if _world_size() > 1 and not isinstance(source, SynchronizedDataLoader):
-                iterable = cast("Iterable[Any]", source)
-                source = SynchronizedDataLoader(iterable, torch.device("cpu"), uneven=self._uneven)
+                source = SynchronizedDataLoader(source, torch.device("cpu"), uneven=self._uneven)
             self._source = source
         return self._source
 

@@ -438,12 +438,12 @@ def _share_out(
     advance: Callable[[int, int], None],
     warn: Callable[[str], None],
 ) -> Iterator[FinishedPart]:
-    busy = {worker.connection: worker for worker in pool}
+    busy: dict[object, _Worker] = {worker.connection: worker for worker in pool}
     for worker in pool:
         _give(worker, waiting)
     while busy:
-        for connection in wait(list(busy)):
-            worker = busy[connection]  # type: ignore[index]  # only connections are waited for
+        for connection in wait([worker.connection for worker in busy.values()]):
+            worker = busy[connection]
             try:
                 message = worker.connection.recv()
             except (EOFError, OSError) as error:
@@ -479,7 +479,7 @@ def _start(job: Job, encoder: Encoder, number: int) -> _Worker:
     context = die_with_parent_context("fork" if forked else "spawn")
     ours, theirs = context.Pipe()
     what = (theirs, job, encoder if forked else None)
-    process = context.Process(target=_work, args=what, name=f"tokenize-{number}", daemon=True)  # type: ignore[attr-defined]
+    process = context.Process(target=_work, args=what, name=f"tokenize-{number}", daemon=True)
     # Ctrl-C reaches the processes of a terminal all at once; this one alone is to say so. Workers
     # inherit that they do not hear it, also while they start.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

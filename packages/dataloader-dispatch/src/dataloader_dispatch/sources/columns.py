@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -79,8 +79,7 @@ class ColumnDocuments:
                 f"the dataset has no column {column!r}. It holds {names}. Name the column of the text, or "
                 f"of the token ids{f', such as {near[0]!r}' if near else ''}."
             )
-        chosen = isinstance(dataset, _SelectsColumns)
-        self._dataset = dataset.select_columns([column]) if chosen else dataset  # type: ignore[attr-defined]
+        self._dataset = dataset.select_columns([column]) if isinstance(dataset, _SelectsColumns) else dataset
 
     def __len__(self) -> int:
         return self._length
@@ -106,30 +105,26 @@ class ColumnDocuments:
         value = row[self._column]
         if isinstance(value, str):
             return str(value)  # numpy has a kind of its own
-        if (
-            isinstance(value, bytes | bytearray)
-            or not hasattr(value, "__len__")
-            or isinstance(value, Mapping)
-        ):
+        if isinstance(value, bytes | bytearray) or not isinstance(value, Sized) or isinstance(value, Mapping):
             raise DataError(
                 f"{self.where(index)} holds a {type(value).__name__}, {value!r:.40}, which is neither text "
                 "nor token ids. Choose another column, or leave such rows out of the dataset."
             )
-        return token_tensor(value, self.where(index))  # type: ignore[arg-type]  # it says what is wrong
+        return token_tensor(value, self.where(index))
 
     def where(self, index: int) -> str:
         """The place of a document in words."""
         return f"row {index}, column {self._column!r}"
 
 
-def _length(dataset: object) -> int:
+def _length(dataset: MapDataset) -> int:
     if isinstance(dataset, Mapping):
         raise DataError(
             f"the dataset is a mapping with the keys {sorted(map(str, dataset))}, such as one of splits. "
             "Pass one of them, as in dataset['train']."
         )
     try:
-        length = len(dataset)  # type: ignore[arg-type]
+        length = len(dataset)
     except TypeError as error:
         raise DataError(
             f"the dataset, a {type(dataset).__name__}, has no length, but documents need random access. "

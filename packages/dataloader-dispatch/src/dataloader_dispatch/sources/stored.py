@@ -6,7 +6,7 @@ import io
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class StoredLinesReader(JsonLinesReader):
     def _stream(self) -> Iterator[BinaryIO]:
         with stored_errors():
             raw = StoredStream(self._file, ahead=True)
-            yield cast(BinaryIO, io.BufferedReader(raw, _READ_BYTES))
+            yield io.BufferedReader(raw, _READ_BYTES)
 
     def _line(self, start: int, stop: int) -> bytes:
         with stored_errors():

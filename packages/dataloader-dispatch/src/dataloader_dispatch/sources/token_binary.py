@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -184,12 +184,12 @@ def _what_is_missing(directory: Path) -> str:
 
 def _checked(content: dict[str, Any]) -> TokenManifest:
     parts = tuple(_part(one) for one in content["parts"])
-    dtype = content["dtype"]
+    dtype: TokenType = content["dtype"]
     if dtype not in get_args(TokenType):
         raise ValueError(f"dtype={dtype!r} is none of {get_args(TokenType)}")
     eos = content["eos_token_id"]
     manifest = TokenManifest(
-        dtype=cast(TokenType, dtype),
+        dtype=dtype,
         tokenizer=str(content["tokenizer"]),
         vocabulary_size=_count(content["vocabulary_size"], "vocabulary_size"),
         eos_token_id=None if eos is None else _count(eos, "eos_token_id"),

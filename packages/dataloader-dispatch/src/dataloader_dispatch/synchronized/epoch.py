@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dataloader_dispatch.batches import Uneven, copy_of, to_device
 from dataloader_dispatch.connection import BatchCodec, data_errors, one_line
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.loader import exact_length, length_of
+from dataloader_dispatch.loader import exact_length, has_epochs, length_of
 from dataloader_dispatch.synchronized.digests import (
     END,
     digest,
@@ -23,8 +23,9 @@ from dataloader_dispatch.synchronized.digests import (
     same_first_batches,
     unlike_batches,
 )
-from dist_env import ControlGroup, RankFailedError, get_logger
+from dist_env import ControlGroup, RankFailedError, Transfer, get_logger
 
+Batch = TypeVar("Batch")
 _logger = get_logger("dataloader_dispatch")
 
 
@@ -63,7 +64,7 @@ class Exchange(ControlGroup):
             super().__init__(ranks, timeout_seconds, doing="opening the data loader")
         self._warned: set[str] = set()
 
-    def wait(self, doing: str, work: dist.Work) -> None:
+    def wait(self, doing: str, work: Transfer) -> None:
         """Wait for an exchange to end; what else is raised meanwhile is kept.
 
         Raises:
@@ -117,12 +118,12 @@ class Exchange(ControlGroup):
         self.digests = bytes(digests)
         return Flags(bool(has), bool(ended), bool(failed))
 
-    def send_batch(self, doing: str, batch: object, source: int) -> object:
+    def send_batch(self, doing: str, batch: Batch | None, source: int) -> Batch:
         """The batch of one rank, on every rank.
 
         Args:
             doing: What the ranks are doing, for the message.
-            batch: A batch on the CPU; that of the source counts.
+            batch: A batch on the CPU; that of the source counts, and others may have None.
             source: Position of that rank among those of the group.
 
         Raises:
@@ -146,7 +147,7 @@ class Exchange(ControlGroup):
             raise self.unreadable(doing, source, error) from error
         self.wait(doing, self.broadcast(data, source))
         try:
-            return codec.decode(data.numpy().tobytes())
+            return cast(Batch, codec.decode(data.numpy().tobytes()))
         except ValueError as error:
             raise self.unreadable(doing, source, error) from error
 
@@ -231,7 +232,6 @@ def _each(has: Sequence[str], group: ControlGroup) -> str:
     return ", ".join(f"{group.name(index)} has {what}" for index, what in enumerate(has))
 
 
-Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
 
@@ -244,7 +244,7 @@ class Place(NamedTuple):
         progress: Its ``epoch_progress``.
     """
 
-    state: object = None
+    state: dict[str, object] | None = None
     epoch: int | None = None
     progress: float | None = None
 
@@ -319,8 +319,8 @@ class Epoch(Generic[Batch]):
         self._taken = 0
         self._digest = END
         self._has = False
-        self._held: Batch | None = None
-        self._dummy: Batch | None = None
+        self._held: list[Batch] = []
+        self._dummy: list[Batch] = []
         self._error: Exception | None = None
         self.iterator: Iterator[Batch] = iter(())
         self._is_superseded = False
@@ -415,7 +415,12 @@ class Epoch(Generic[Batch]):
         """Begin the pass over the loader, and fetch its first batch."""
         loader = self._settings.loader
         if epoch is not None and epoch_of(loader) not in (None, epoch):
-            loader.set_epoch(epoch)  # type: ignore[attr-defined]  # a loader with epochs can be set to one
+            if not has_epochs(loader):
+                raise DataError(
+                    f"the loader, a {type(loader).__name__}, is in epoch {epoch_of(loader)}, and those of "
+                    f"other ranks in {epoch}, but it has no set_epoch(epoch). Add it."
+                )
+            loader.set_epoch(epoch)
         self.iterator = iter(loader)
         if before is None or before.iterator is not self.iterator:
             self._fetch()
@@ -442,7 +447,7 @@ class Epoch(Generic[Batch]):
             if found is None:
                 BatchCodec().encode(batch, [])  # raises where a value is of a type that cannot be compared
             self._digest = found or ""
-        self._held = to_device(batch, self._settings.device)
+        self._held = [to_device(batch, self._settings.device)]
         self._has = True
 
     def _check_equal(self, found: Sequence[str]) -> None:
@@ -460,8 +465,8 @@ class Epoch(Generic[Batch]):
         """The batch held, or one that stands in for it; the batch after it is fetched."""
         self.is_dummy = not self._has
         if self.is_dummy:
-            return copy_of(cast(Batch, self._dummy))
-        batch, self._held = self._first, None
+            return copy_of(self._dummy[0])
+        batch = self._held.pop()
         self._taken += 1
         self._attempt(self._fetch)
         if self._settings.uneven == "pad" and not self._has and self._error is None:
@@ -470,11 +475,11 @@ class Epoch(Generic[Batch]):
 
     @property
     def _first(self) -> Batch:
-        return cast(Batch, self._held)
+        return self._held[0]
 
     def _prepare_dummy(self, batch: Batch) -> None:
         # A copy, as users may change what they receive.
-        self._dummy = copy_of(self._settings.make_dummy(batch))
+        self._dummy = [copy_of(self._settings.make_dummy(batch))]
 
     def _share_first(self, has: Sequence[bool]) -> None:
         """Give ranks without a single batch one to make dummies of: the first of the lowest rank with one."""
@@ -491,7 +496,7 @@ class Epoch(Generic[Batch]):
 
         def prepare() -> None:
             if not self._has:
-                self._prepare_dummy(cast(Batch, to_device(received, self._settings.device)))
+                self._prepare_dummy(to_device(received, self._settings.device))
 
         self._gather("making a batch that stands in", prepare)
 
@@ -513,14 +518,13 @@ class Epoch(Generic[Batch]):
     def _finish(self, epoch: int | None) -> None:
         """Continue with the next epoch where the loader was left before its end, as ranks do that ran out."""
         loader = self._settings.loader
-        set_epoch = getattr(loader, "set_epoch", None)
         self.place, self.is_over = None, True
         if not self._has:
             return
-        if epoch is None or not callable(set_epoch):
+        if epoch is None or not has_epochs(loader):
             self.place = Place(state={})
         elif epoch_of(loader) == epoch:
-            set_epoch(epoch + 1)
+            loader.set_epoch(epoch + 1)
 
     def _attempt(self, action: Callable[[], Result]) -> Result | None:
         """What an action returns; None, and its error in ``_error``, if it fails."""
@@ -537,7 +541,7 @@ class Epoch(Generic[Batch]):
             Exception: What this rank's loader raised, now or before.
             RankFailedError: The loader of another rank failed, or a rank is lost.
         """
-        own, group = self._attempt(action), self._group
+        own, group = self._attempt(lambda: [action()]) or [], self._group
         try:
             told = group.gather(doing, (own, None if self._error is None else one_line(self._error)))
         except RankFailedError:
@@ -552,4 +556,4 @@ class Epoch(Generic[Batch]):
             raise RankFailedError(
                 f"loading data: {texts}. Look at the log of that rank.", group.ranks[min(failed)]
             )
-        return [cast(Result, result) for result, _ in told]
+        return [result for results, _ in told for result in results]

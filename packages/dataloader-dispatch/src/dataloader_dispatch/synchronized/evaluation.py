@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from dataloader_dispatch.errors import DataError
-from dataloader_dispatch.loader import Indexed, exact_length, length_of
+from dataloader_dispatch.loader import Indexed, exact_length, is_indexed, length_of
 from dataloader_dispatch.synchronized.loader import SynchronizedDataLoader
 from dist_env import StaticDistributedEnvironment, barrier
 
@@ -205,8 +205,7 @@ def shard_for_evaluation(dataset: Indexed[Item], rank: int, world_size: int) -> 
         raise DataError(
             f"rank={rank} of world_size={world_size} must be at least 0 and less than world_size."
         )
-    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not is_map_style or isinstance(dataset, IterableDataset):
+    if not is_indexed(dataset) or isinstance(dataset, IterableDataset):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}, and sharding by index needs a length and an index. Let "
             "an iterable dataset shard itself, and give its loader to EvaluationLoader."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar, cast, get_args
+from typing import Generic, Protocol, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,19 @@ from dataloader_dispatch.synchronized.epoch import Epoch, Exchange, Place, Setti
 from dist_env import get_logger, tie_loader_workers
 
 Batch = TypeVar("Batch")
+
+
+class _Parts(Protocol):
+    """What a loader may have. To ask it for what it lacks raises its own AttributeError."""
+
+    batch_size: int | None
+    dataset: object
+    sampler: object
+    epoch: int
+    epoch_progress: float
+    state_dict: Callable[[], dict[str, object]]
+    load_state_dict: Callable[[Mapping[str, object]], object]
+    load_resharded: Callable[..., object]
 
 
 class SynchronizedDataLoader(Generic[Batch]):
@@ -137,28 +150,28 @@ class SynchronizedDataLoader(Generic[Batch]):
     @property
     def batch_size(self) -> int | None:
         """``batch_size`` of the loader, if it has one."""
-        return cast("int | None", self._inner("batch_size"))
+        return self._inner.batch_size
 
     @property
     def dataset(self) -> object:
         """``dataset`` of the loader, if it has one."""
-        return self._inner("dataset")
+        return self._inner.dataset
 
     @property
     def sampler(self) -> object:
         """``sampler`` of the loader, if it has one."""
-        return self._inner("sampler")
+        return self._inner.sampler
 
     @property
     def epoch(self) -> int:
         """Epoch of the next batch, if the loader has ``epoch``."""
-        return cast(int, self._inner("epoch") if self._place.epoch is None else self._place.epoch)
+        return self._inner.epoch if self._place.epoch is None else self._place.epoch
 
     @property
     def epoch_progress(self) -> float:
         """Share of the epoch that was delivered, if the loader has ``epoch_progress``."""
         progress = self._place.progress
-        return cast(float, self._inner("epoch_progress") if progress is None else progress)
+        return self._inner.epoch_progress if progress is None else progress
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch, between passes: ``set_epoch`` of the loader, or else of its dataset and samplers.
@@ -179,18 +192,18 @@ class SynchronizedDataLoader(Generic[Batch]):
         rank that has run out stays behind its last batch. An empty dict is the start of an epoch: of a loader
         that does not count epochs, after other ranks have run out before it.
         """
-        own = cast(Callable[[], dict[str, object]], self._inner("state_dict"))
+        own = self._inner.state_dict
 
         def state_dict() -> dict[str, object]:
             state = self._place.state
-            return own() if state is None else cast("dict[str, object]", state)
+            return own() if state is None else state
 
         return state_dict
 
     @property
     def load_state_dict(self) -> Callable[[Mapping[str, object]], None]:
         """A function that takes what ``state_dict`` returned on this rank; absent as in the loader."""
-        load = cast(Callable[[Mapping[str, object]], None], self._inner("load_state_dict"))
+        load = self._inner.load_state_dict
 
         def load_state_dict(state: Mapping[str, object]) -> None:
             self._leave()
@@ -203,7 +216,7 @@ class SynchronizedDataLoader(Generic[Batch]):
     @property
     def load_resharded(self) -> Callable[..., None]:
         """The loader's function for states of another number of ranks; absent as in the loader."""
-        load = cast(Callable[..., None], self._inner("load_resharded"))
+        load = self._inner.load_resharded
 
         def load_resharded(*args: object, **kwargs: object) -> None:
             self._leave()
@@ -220,8 +233,9 @@ class SynchronizedDataLoader(Generic[Batch]):
         self._leave()
         self._group.close()
 
-    def _inner(self, name: str) -> object:
-        return cast(object, getattr(self.loader, name))
+    @property
+    def _inner(self) -> _Parts:
+        return cast(_Parts, self.loader)
 
     @property
     def _place(self) -> Place:
@@ -274,7 +288,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         left.supersede()
         end_workers(self.loader, left.iterator)
         left.iterator = iter(())  # torch ends workers where it is collected
-        state = None if left.place is None else cast("dict[str, object] | None", left.place.state)
+        state = None if left.place is None else left.place.state
         if state and not left.is_over and getattr(self.loader, "next_iter_state", None) is not None:
             self.load_state_dict(state)  # torchdata's loader keeps what was read ahead
 
@@ -285,11 +299,11 @@ class SynchronizedDataLoader(Generic[Batch]):
             return False
         if isinstance(loader, DataLoader):
             # It begins anew, but perhaps in another epoch since its last batch was fetched.
-            if place.epoch is not None and place.epoch != self._inner("epoch"):
+            if place.epoch is not None and place.epoch != self._inner.epoch:
                 set_loader_epoch(loader, place.epoch)
             return True
         if place.state is not None:
-            cast(Callable[[object], None], self._inner("load_state_dict"))(place.state)
+            self._inner.load_state_dict(place.state)
         return False
 
     def _check_settings(self) -> None:
