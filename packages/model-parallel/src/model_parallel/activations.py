@@ -7,8 +7,9 @@ they all were given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,14 @@ from .draws import Draws
 
 SEQUENCE_DIM = 1
 """Activations are [batch, sequence, features]."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.disable`, which has no types."""
+    disabled: Callable[P, R] = torch.compiler.disable(function)
+    return disabled
 
 
 def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -63,7 +72,7 @@ def as_sharded(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
     return DTensor.from_local(x, mesh, place, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-class Unaliased(torch.autograd.Function):
+class _Unaliased(torch.autograd.Function):
     """The same tensor, which autograd takes for one of its own and not for a view, as `to_local` returns.
 
     What a model returns may be changed in place, and `fully_shard` could not follow that of a view.
@@ -78,11 +87,15 @@ class Unaliased(torch.autograd.Function):
         return gradient
 
 
+# torch leaves `apply` without types; here and elsewhere a name of its own has those of the forward.
+unaliased: Callable[[Tensor], Tensor] = _Unaliased.apply
+
+
 class _GatheredContext(FunctionCtx):
     mesh: DeviceMesh
 
 
-class GatheredAgain(torch.autograd.Function):
+class _GatheredAgain(torch.autograd.Function):
     """A sequence that was gathered already, once more, for layers whose gradients are parts of a sum.
 
     A module with colwise layers gathers its input once. What else it does with that input has the whole
@@ -99,6 +112,9 @@ class GatheredAgain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _GatheredContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         return summed(gradient, ctx.mesh, Shard(SEQUENCE_DIM)), None, None
+
+
+gathered_again: Callable[[Tensor, Tensor, DeviceMesh], Tensor] = _GatheredAgain.apply
 
 
 @dataclass(eq=False)

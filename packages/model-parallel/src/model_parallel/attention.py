@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -256,7 +256,8 @@ def _by_flex(
         positions_of([(0, last)], query.device),
         None if documents is None else (documents[:, at], documents),
     )
-    return cast("Tensor", _flex(query, key[:, :, :last], value[:, :, :last], mask, scale))
+    attended: Tensor = _flex(query, key[:, :, :last], value[:, :, :last], mask, scale)
+    return attended
 
 
 def block_mask(queries: Tensor, keys: Tensor, documents: tuple[Tensor, Tensor] | None) -> BlockMask:
@@ -328,7 +329,9 @@ def _flex(
     from torch.nn.attention.flex_attention import flex_attention
 
     plain = query.device.type == "cpu" or torch.compiler.is_compiling()
-    by = cast("Callable[..., Any]", flex_attention) if plain else _compiled_flex()
+    by: Callable[..., Any] = flex_attention
+    if not plain:
+        by = _compiled_flex()
     given = (each.to(computed_in(each)) for each in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     return by(*given, block_mask=mask, scale=scale, enable_gqa=grouped, **more)

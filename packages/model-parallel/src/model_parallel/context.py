@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -371,9 +371,9 @@ def undivided(part: SequencePart) -> Iterator[None]:
 
 
 def _divide_hf(model: nn.Module, part: SequencePart) -> None:
-    name, config = type(model).__name__, cast(Any, getattr(model, "config", None))
+    name, config = type(model).__name__, getattr(model, "config", None)
     choose: Callable[[str], None] | None = getattr(model, "set_attn_implementation", None)
-    if choose is None or not hasattr(config, "_attn_implementation"):
+    if choose is None or config is None or not hasattr(config, "_attn_implementation"):
         raise PlanError(
             f"Sequences of {name} cannot be divided: it has no module CausalAttention, and it is not a model "
             "of Hugging Face. Let its layers attend by model_parallel.CausalAttention."
@@ -441,8 +441,9 @@ def _attends(module: nn.Module) -> bool:
 
 def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward of a module, where what divides tensors may have put a class of its own in front."""
-    if "forward" in vars(module):
-        return cast("Callable[..., Any]", vars(module)["forward"])
+    replaced: Callable[..., Any] | None = vars(module).get("forward")
+    if replaced is not None:
+        return replaced
     forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
     return next((each for each in forwards if not each.__module__.startswith("model_parallel.")), None)
 

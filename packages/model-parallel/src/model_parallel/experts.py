@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from .activations import Unaliased, gathered, split
+from .activations import gathered, not_compiled, split, unaliased
 from .plan import PlanError, collapsed
 from .same import check_same
 from .styles import Call, Style, Styled, add_style, local_parameters
@@ -78,7 +79,8 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, same_tokens: DeviceMes
         raise error
     for name in found:
         module = model.get_submodule(name)
-        add_style(module, Dispatched(mesh, same_tokens=same_tokens))
+        here = vars(module)[_COUNT] // mesh.size()
+        add_style(module, Dispatched(mesh, same_tokens=same_tokens, here=here))
         for own, parameter in list(module._parameters.items()):
             if parameter is not None:
                 source = None if parameter.is_meta else 0
@@ -87,8 +89,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, same_tokens: DeviceMes
                 vars(new).update(vars(parameter))
                 module._parameters[own] = new
         # Modules loop over it, or count by it, on what they hold.
-        module.num_experts = cast(int, module.num_experts) // mesh.size()  # type: ignore[assignment]
-        module.experts_are_divided = True  # type: ignore[assignment]
+        vars(module).update({_COUNT: here, "experts_are_divided": True})
     return found
 
 
@@ -108,7 +109,7 @@ def _examined(model: nn.Module, ranks: int) -> list[str]:
     uses = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in model.named_modules():
         own = {each: value for each, value in module._parameters.items() if value is not None}
-        count = vars(module).get("num_experts")  # not a property, which could not be set
+        count = vars(module).get(_COUNT)  # not a property, which could not be set
         if not own or not isinstance(count, int) or not _is_called_with_choice(module):
             continue
         short = collapsed(name) or type(module).__name__
@@ -157,6 +158,7 @@ def _examined(model: nn.Module, ranks: int) -> list[str]:
     return found
 
 
+_COUNT = "num_experts"
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
@@ -186,15 +188,17 @@ class Dispatched(Style):
 
     Attributes:
         same_tokens: Ranks that have the same tokens, unless `sequence` says that each has its own.
+        here: How many of them this rank holds.
     """
 
     same_tokens: DeviceMesh | None = None
+    here: int = 0
 
     def placement(self, name: str) -> Placement:
         """By experts."""
         return Shard(0)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def forward(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send this rank's tokens through their experts."""
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
@@ -203,7 +207,8 @@ class Dispatched(Style):
                 f"Experts were called with {len(args)} arguments and the names {sorted(kwargs)}. Where they "
                 f"are divided they take {', '.join(_ARGUMENTS)}, each once, and nothing else."
             )
-        x, chosen, weights = (cast(Tensor, given[name]) for name in _ARGUMENTS)
+        tensors: list[Tensor] = [given[name] for name in _ARGUMENTS]
+        x, chosen, weights = tensors
         if x.ndim != 2 or chosen.ndim != 2 or chosen.shape != weights.shape or len(chosen) != len(x):
             shapes = ", ".join(f"{name} {list(given[name].shape)}" for name in _ARGUMENTS)
             raise ValueError(
@@ -217,16 +222,16 @@ class Dispatched(Style):
         # Numbers have no gradient.
         own = torch.chunk(chosen, mesh.size())[mesh.get_local_rank() :][:1]
         out = self._routed(module, call, parts[0], own[0] if own else chosen[:0], parts[1])
-        return cast(Tensor, Unaliased.apply(gathered(out, mesh, 0, len(x))))  # type: ignore[no-untyped-call]
+        return unaliased(gathered(out, mesh, 0, len(x)))
 
     def _routed(self, module: nn.Module, call: Call, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        group, here = self.mesh.get_group(), cast(int, module.num_experts)
+        group, here = self.mesh.get_group(), self.here
         used = chosen.shape[-1]
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by experts, and so by ranks
         counts = flat.new_zeros(here * self.mesh.size()).scatter_add_(0, flat, torch.ones_like(flat))
         travel = _travel(counts, len(flat), here, group)
-        arrived = _Exchange.apply(x[order // used], travel.sent, travel.got, group)  # type: ignore[no-untyped-call]
+        arrived = _exchange(x[order // used], travel.sent, travel.got, group)
         number, ones = travel.numbers.unsqueeze(-1), weights.new_ones(len(arrived), 1)
         if not len(arrived):
             # Without a token a module need not work, and its weights would have no gradient, which those who
@@ -239,7 +244,7 @@ class Dispatched(Style):
         with local_parameters(module, self.mesh):
             y: Tensor = call(arrived, number, ones)
         y = y[: len(travel.numbers)]
-        back = _Exchange.apply(y, travel.got, travel.sent, group)  # type: ignore[no-untyped-call]
+        back = _exchange(y, travel.got, travel.sent, group)
         out: Tensor = back * weights.flatten()[order].unsqueeze(-1)
         # By places, and not by index_add_, which gives other bits each time on a GPU.
         out = out[order.argsort()].view(*chosen.shape, x.shape[-1])
@@ -301,6 +306,9 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _ExchangeContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(gradient, *ctx.back), None, None, None
+
+
+_exchange: Callable[[Tensor, list[int], list[int], ProcessGroup], Tensor] = _Exchange.apply
 
 
 def _exchanged(x: Tensor, sent: list[int], got: list[int], group: ProcessGroup) -> Tensor:

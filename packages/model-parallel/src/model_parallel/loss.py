@@ -14,8 +14,9 @@ sum of exponentials and the logit of its target (with label smoothing also the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -79,10 +80,7 @@ def sharded_cross_entropy(
     settings = _Settings(mesh.get_group(), vocabulary, first, label_smoothing, z_loss)
     local, flat = logits.to_local(), targets.reshape(-1)
     _check_targets(flat, vocabulary)
-    total: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        local.reshape(-1, local.shape[-1]), flat, settings
-    )
-    return total
+    return _cross_entropy(local.reshape(-1, local.shape[-1]), flat, settings)
 
 
 def is_sharded_head(module: nn.Module) -> bool:
@@ -127,7 +125,7 @@ def sharded_linear_cross_entropy(
         IndexError: As for `sharded_cross_entropy`.
     """
     style = _head_style(head)
-    if style is None or not is_sharded_head(head):
+    if style is None or not isinstance(head, nn.Linear) or not is_sharded_head(head):
         raise PlanError(
             f"head={type(head).__name__} is not divided by its outputs. Give the output head of a model that "
             "shard_tensors has divided, whose style is 'colwise_gather_output'."
@@ -144,17 +142,16 @@ def sharded_linear_cross_entropy(
             f"targets has the shape {list(targets.shape)}, and the whole hidden states {list(whole.shape)}. "
             "Give one target for each token of the whole sequence."
         )
-    mesh, vocabulary = style.mesh, cast(int, head.out_features)
+    mesh, vocabulary = style.mesh, style.width
     first, count = local_size(vocabulary, mesh.size(), mesh.get_local_rank())
     rows = chunk_tokens or max(1, _LOGITS_AT_A_TIME // count)
     settings = _Settings(mesh.get_group(), vocabulary, first, label_smoothing, z_loss, rows)
     flat = targets.reshape(-1)
     _check_targets(flat, vocabulary)
-    bias = None if head.bias is None else _own_rows(cast(Tensor, head.bias))
-    total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        whole.reshape(-1, whole.shape[-1]), _own_rows(cast(Tensor, head.weight)), bias, flat, settings
+    bias = None if head.bias is None else _own_rows(head.bias)
+    return _linear_cross_entropy(
+        whole.reshape(-1, whole.shape[-1]), _own_rows(head.weight), bias, flat, settings
     )
-    return total
 
 
 def _own_rows(weight: Tensor) -> Tensor:
@@ -230,8 +227,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Saved(FunctionCtx):
+    """What autograd hands to a function, as far as torch does not declare it."""
+
     saved_tensors: tuple[Tensor, ...]
-    with_bias: bool
+    needs_input_grad: tuple[bool, ...]
+    if TYPE_CHECKING:
+
+        def save_for_backward(self, *tensors: Tensor | None) -> None:
+            """None is kept as it is."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -249,6 +252,9 @@ class _CrossEntropy(torch.autograd.Function):
         return (gradient * scale).to(gradient.dtype), None, None
 
 
+_cross_entropy: Callable[[Tensor, Tensor, _Settings], Tensor] = _CrossEntropy.apply
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -256,7 +262,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wide = _wide(hidden.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        wanted = ctx.needs_input_grad  # type: ignore[attr-defined]
+        wanted = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if wanted[0] else None
         d_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
@@ -277,7 +283,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_weight is not None:
                 d_weight += low.t() @ part
         found = [d_hidden, d_weight, d_bias]
-        ctx.save_for_backward(*found)  # type: ignore[arg-type]
+        ctx.save_for_backward(*found)
         return total
 
     @staticmethod
@@ -286,3 +292,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         scaled = [None if each is None else (each * scale).to(each.dtype) for each in (hidden, weight, bias)]
         return (*scaled, None, None)
+
+
+_linear_cross_entropy: Callable[[Tensor, Tensor, Tensor | None, Tensor, _Settings], Tensor] = (
+    _LinearCrossEntropy.apply
+)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
 
 STYLES: Mapping[str, str] = {
     "colwise": "divides the outputs of a linear layer; each rank keeps its own",
@@ -204,3 +206,17 @@ def ancestors(name: str) -> Iterator[str]:
 def module_at(model: nn.Module, name: str) -> Any:
     """The module of a name, the model itself for an empty one."""
     return model.get_submodule(name)
+
+
+def as_kind(module: nn.Module, kind: type[M]) -> M:
+    """A module as what its style is for.
+
+    Raises:
+        TypeError: It is something else, which whoever examined the plan has refused.
+    """
+    if not isinstance(module, kind):
+        raise TypeError(
+            f"A module is a {type(module).__name__}, and must be a {kind.__name__} to be divided in its "
+            "style. Give it another style, such as 'replicate'."
+        )
+    return module

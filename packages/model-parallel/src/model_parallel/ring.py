@@ -8,7 +8,7 @@ computes attention to each part again, and lets the gradients of keys and values
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from .activations import not_compiled
 from .attention import Pieces, attend_to_some, computed_in, uses_flex
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _SCORES = 2**22
 """So many scores of all heads are computed at a time."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def attend_around(
     query: Tensor,
     key: Tensor,
@@ -50,8 +51,7 @@ def attend_around(
     """
     query, key, value = (each.to(computed_in(each)) for each in (query, key, value))
     ring = _Ring(part, document_ids, scale)
-    out: Tensor = _Around.apply(query, key.contiguous(), value.contiguous(), ring)  # type: ignore[no-untyped-call]
-    return out
+    return _around(query, key.contiguous(), value.contiguous(), ring)
 
 
 @dataclass(frozen=True)
@@ -201,3 +201,6 @@ class _Around(torch.autograd.Function):
             travelling, works = ring.send_on(*(a + b for a, b in zip(travelling, mine, strict=True)))
         _wait(works)
         return of_query.to(query.dtype), travelling[0].to(key.dtype), travelling[1].to(value.dtype), None
+
+
+_around: Callable[[Tensor, Tensor, Tensor, _Ring], Tensor] = _Around.apply

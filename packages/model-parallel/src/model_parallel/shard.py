@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from .activations import Scope
 from .check import cautions, examine
 from .draws import Draws, share_generators
 from .experts import Dispatched
-from .plan import PlanError, are_divided, module_at
+from .plan import PlanError, are_divided, as_kind, module_at
 from .same import check_inputs, check_same
 from .structure import Structure, is_shared_head, local_size
 from .styles import (
@@ -185,33 +184,34 @@ def _style_of(
     style, tensor, rank = structure.styles[name], mesh.size(), mesh.get_local_rank()
     if style in ("colwise", "colwise_gather_output", "packed_colwise"):
         rows: Tensor | slice | None = None
+        width = as_kind(module, nn.Linear).out_features
         if is_shared_head(structure, name, tensor):
             # Ranks that share a head are neighbours, as their queries are.
-            size = cast(int, module.out_features) // structure.heads[name]
+            size = width // structure.heads[name]
             head = rank * structure.heads[name] // tensor
             rows = slice(head * size, (head + 1) * size)
         elif style == "packed_colwise":
             # Whole, for torch's DTensor has no placement for several parts that full_tensor restores under
             # FSDP.
             parts = structure.parts.get(name, 2)
-            size = cast(int, module.out_features) // parts
+            size = width // parts
             first, count = local_size(size, tensor, rank)
             own = torch.arange(first, first + count, device=mesh.device_type)
             rows = torch.cat([own + part * size for part in range(parts)])
         output = "gathered" if style == "colwise_gather_output" else "local"
         if name == structure.head and loss:
             output = "logits"
-        return Colwise(mesh, sequence, output, scope, rows)
+        return Colwise(mesh, sequence, output, scope, rows, width)
     if style in ("rowwise", "rowwise_split_input"):
         return Rowwise(mesh, sequence, style == "rowwise_split_input", scope)
     if style == "embedding_rowwise":
-        embedding = cast(nn.Embedding, module)
+        embedding = as_kind(module, nn.Embedding)
         first, count = local_size(embedding.num_embeddings, tensor, rank)
         if embedding.padding_idx is not None:
             # Only the gradient of that row depends on it; it counts this rank's rows now.
             here = first <= embedding.padding_idx < first + count
             embedding.padding_idx = embedding.padding_idx - first if here else None
-        return Vocabulary(mesh, sequence, first, count)
+        return Vocabulary(mesh, sequence, first, count, embedding.num_embeddings)
     in_layer = structure.layer_of(name) is not None
     if style == "replicated_with_grad_allreduce":
         return Whole(mesh, sequence, sum_gradients=True, name=name, scope=scope)
@@ -290,8 +290,9 @@ def _tie(model: nn.Module, one: tuple[str, str], other: tuple[str, str]) -> None
         f"{here} = {there}."
     )
     for (name, own), (name_there, own_there) in ((one, other), (other, one)):
-        module = cast(Styled, module_at(model, name))
-        module._tensor_ties.append((own, module_at(model, name_there), own_there, message))
+        as_kind(module_at(model, name), Styled)._tensor_ties.append(
+            (own, module_at(model, name_there), own_there, message)
+        )
 
 
 @torch.no_grad()

@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .activations import (
     SEQUENCE_DIM,
-    GatheredAgain,
     Scope,
-    Unaliased,
     as_sharded,
     gathered,
+    gathered_again,
     split,
     summed,
+    unaliased,
     with_summed_gradient,
 )
 from .attention import can_look_at
@@ -120,11 +120,13 @@ class Colwise(Style):
         scope: Of the module around it; None where its input is its own affair, as for an output head.
         rows: Where the parameters are whole: the rows that this rank uses, such as those of a key-value head
             that several ranks share. Their gradients are summed.
+        width: How many outputs all ranks have together.
     """
 
     output: str = "local"
     scope: Scope | None = None
     rows: Tensor | slice | None = None
+    width: int = 0
 
     def placement(self, name: str) -> Placement:
         """By rows, unless all of them are everywhere."""
@@ -146,10 +148,9 @@ class Colwise(Style):
             y: Tensor = call(self.enter(x), *args, **kwargs)
         if self.scope is not None and self.output == "local" and module.training:
             self.scope.draw_apart(y)
-        width = cast(int, module.out_features)
         if self.output == "gathered":
-            return Unaliased.apply(gathered(y, self.mesh, -1, width))  # type: ignore[no-untyped-call]
-        return as_sharded(y, self.mesh, -1, width) if self.output == "logits" else y
+            return unaliased(gathered(y, self.mesh, -1, self.width))
+        return as_sharded(y, self.mesh, -1, self.width) if self.output == "logits" else y
 
 
 @dataclass(eq=False)
@@ -193,10 +194,12 @@ class Vocabulary(Style):
     Attributes:
         first: The first row of this rank.
         count: How many rows it has.
+        size: How many all ranks have together.
     """
 
     first: int = 0
     count: int = 0
+    size: int = 0
 
     def placement(self, name: str) -> Placement:
         """By rows."""
@@ -206,10 +209,10 @@ class Vocabulary(Style):
         """Look up this rank's tokens, and sum over the ranks."""
         ids, args, kwargs = take_stream(module, args, kwargs)
         # Each rank would take such a token for one of another rank, and its embedding would be 0.
-        outside = (ids < 0) | (ids >= cast(int, module.num_embeddings))
+        outside = (ids < 0) | (ids >= self.size)
         looked = can_look_at(ids)
         if looked and bool(outside.any()):
-            raise IndexError(f"A token is outside the vocabulary of {module.num_embeddings}.")
+            raise IndexError(f"A token is outside the vocabulary of {self.size}.")
         local = ids - self.first
         elsewhere = (local < 0) | (local >= self.count)
         with local_parameters(module, self.mesh):
@@ -281,7 +284,7 @@ class Region(Style):
                 size = part.shape[SEQUENCE_DIM] * self.mesh.size()
                 whole = gathered(part, self.mesh, SEQUENCE_DIM, size)
                 self.scope.source = whole
-                self.scope.entered = GatheredAgain.apply(part, whole.detach(), self.mesh)  # type: ignore[no-untyped-call]
+                self.scope.entered = gathered_again(part, whole.detach(), self.mesh)
                 args = (whole, *args)
             self.scope.begin(args, kwargs)
             result = call(*args, **kwargs)
@@ -437,9 +440,8 @@ def add_style(module: nn.Module, style: Style) -> None:
             namespace = {"__module__": cls.__module__}
             _CLASSES[cls] = type(f"TensorParallel{cls.__name__}", (Styled, cls), namespace)
         module.__class__ = _CLASSES[cls]
-        module._tensor_styles = []  # type: ignore[assignment]
-        module._tensor_ties = []  # type: ignore[assignment]
-    cast(Styled, module)._tensor_styles.append(style)
+        vars(module).update(_tensor_styles=[], _tensor_ties=[])
+    styles_of(module).append(style)
 
 
 def styles_of(module: nn.Module) -> list[Style]:
