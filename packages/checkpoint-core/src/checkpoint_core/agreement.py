@@ -4,7 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypedDict, TypeVar, cast
+from typing import Generic, NotRequired, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ that has seen it die gives the others half a minute."""
 _T = TypeVar("_T")
 
 
-class _Report(TypedDict):
-    result: object
+class _Report(TypedDict, Generic[_T]):
+    result: NotRequired[_T]
     error: str | None
     lost_lease: bool
     host: str
@@ -164,19 +164,16 @@ class RankAgreement:
             CheckpointError: On every rank, with the same message, when the step failed on any; or when a rank
                 did not arrive within the timeout. A LeaseLostError, if one was raised on any.
         """
-        result: object = None
+        report: _Report[_T] = {"error": None, "lost_lease": False, "host": ""}
         failure: BaseException | None = None
         try:
-            result = action()
+            report["result"] = action()
         except BaseException as error:  # noqa: BLE001 - the other ranks must learn of any failure
             failure = error
-        report = _Report(
-            result=result,
-            error=None if failure is None else describe_error(failure),
-            lost_lease=isinstance(failure, LeaseLostError),
-            # Reports that say the same travel as one, whoever they are of.
-            host="" if failure is None else socket.gethostname(),
-        )
+            report["error"] = describe_error(error)
+            report["lost_lease"] = isinstance(error, LeaseLostError)
+            # Only here: reports that say the same travel as one, whoever they are of.
+            report["host"] = socket.gethostname()
         reports = [report]
         if self.world_size > 1:
             texts = self._exchange(phase, report, failure)
@@ -189,7 +186,7 @@ class RankAgreement:
             # A lost lease keeps its name, as a lost rank does: nothing is wrong with what was to be saved.
             kind = LeaseLostError if any(each["lost_lease"] for each in failed.values()) else CheckpointError
             raise kind(_summary(phase, failed, self.world_size)) from failure
-        return [cast(_T, report["result"]) for report in reports]
+        return [report["result"] for report in reports]
 
     def run_on_main(self, phase: str, action: Callable[[], _T], main: int = 0) -> _T:
         """Run one step on one rank and give every rank its result. Collective.
@@ -217,7 +214,8 @@ class RankAgreement:
             text.extend(bytes(size))
         # Only the length is gathered: what all ranks receive from all would be the result times their number.
         self.broadcast(phase, torch.frombuffer(text, dtype=torch.uint8), main)
-        return cast(_T, json.loads(text))
+        result: _T = json.loads(text)
+        return result
 
     def run_on_leaders(self, phase: str, action: Callable[[], _T]) -> _T:
         """Run one step on the leader of every node and give its ranks the result. Collective.
@@ -232,7 +230,7 @@ class RankAgreement:
         Raises:
             CheckpointError: As :meth:`run`.
         """
-        return cast(_T, self.run(phase, action if self.is_leader else lambda: None)[self.leader])
+        return self.run(phase, lambda: [action()] if self.is_leader else [])[self.leader][0]
 
     def share(self, phase: str, states: Sequence[EncodedState]) -> Sequence[EncodedState]:
         """Hand encoded states from rank 0 to every rank. Collective.
@@ -342,7 +340,7 @@ class RankAgreement:
         except RuntimeError as error:  # a connection that is broken already
             raise group.broken(phase, error) from error
 
-    def _exchange(self, phase: str, report: _Report, failure: BaseException | None) -> list[str]:
+    def _exchange(self, phase: str, report: _Report[_T], failure: BaseException | None) -> list[str]:
         """The reports of all ranks, as text."""
         group = self._opened(phase, failure)
         try:
@@ -413,7 +411,7 @@ def _check_default_group(rank: int, world_size: int) -> None:
         )
 
 
-def _summary(phase: str, failed: Mapping[int, _Report], world_size: int) -> str:
+def _summary(phase: str, failed: Mapping[int, _Report[_T]], world_size: int) -> str:
     if world_size == 1:
         return f"{phase}: {failed[0]['error']}"
     # Ranks often fail for the same reason; say it once.

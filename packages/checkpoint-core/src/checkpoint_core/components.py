@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, TypedDict, TypeGuard, cast, runtime_checkable
+from typing import Any, Protocol, TypedDict, TypeGuard, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -324,7 +324,7 @@ def wrap_state(state: Mapping[str, object], world_size: int) -> list[StateCompon
             f"state is a {type(state).__name__}. Give a dictionary such as "
             f'{{"model": model, "optimizer": optimizer}}, whose keys name the files.'
         )
-    models = {key: cast(Parts, value) for key, value in state.items() if _is_model(value)}
+    models = {key: value for key, value in state.items() if _is_model(value)}
     components = []
     for key, value in state.items():
         if isinstance(value, StateComponent):
@@ -355,11 +355,10 @@ def _wrap(
     if isinstance(value, Optimizer):
         model = _owner(key, value, models)
         return OptimizerState(value, model), _pattern(model)
+    stateful = _stateful(key, value)
     # Accelerate's scheduler is not an LRScheduler, but contains one.
     if isinstance(value, _SAME_EVERYWHERE) or isinstance(getattr(value, "scheduler", None), LRScheduler):
-        return cast(Stateful, value), SharingPattern.REPLICATED
-    _check_saves(key, value)
-    stateful = cast(Stateful, value)
+        return stateful, SharingPattern.REPLICATED
     if isinstance(value, (RNGState, Iterable)):
         return stateful, SharingPattern.PER_RANK
     if world_size > 1:
@@ -372,7 +371,7 @@ def _wrap(
     return stateful, SharingPattern.REPLICATED
 
 
-def _is_model(value: object) -> bool:
+def _is_model(value: object) -> TypeGuard[Parts]:
     if isinstance(value, nn.Module):
         return True
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, nn.Module) for m in value)
@@ -401,13 +400,14 @@ def _owner(key: str, optimizer: Optimizer, models: Mapping[str, Parts]) -> Parts
     )
 
 
-def _check_saves(key: str, value: object) -> None:
+def _stateful(key: str, value: object) -> Stateful:
+    """An object, if its state can be saved."""
     kind = type(value).__name__
     # The loaders that Accelerate prepares have the methods in any case. Those with use_stateful_dataloader
     # restore how many batches were taken, but not the order of a shuffle: other samples would follow.
     is_prepared = type(value).__module__.startswith("accelerate.")
     if isinstance(value, Stateful) and not (isinstance(value, Iterable) and is_prepared):
-        return
+        return value
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, list, tuple)):
         reason = ", since Accelerate does not restore a shuffled order" if is_prepared else ""
         raise TypeError(

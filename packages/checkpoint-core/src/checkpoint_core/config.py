@@ -138,7 +138,7 @@ def _check_tiers(output_dir: str | Path, remote_dir: str | Path) -> None:
             f"output_dir={str(local)!r} is in an object store, but with remote_dir it must be a directory. "
             "Give one on a fast disk, or leave remote_dir out to save to the store directly."
         )
-    if remote.root == "file://":
+    if remote.bucket == "file://":
         here, there = local.resolve(), Path(f"/{remote.key}").resolve()
         if here == there or here in there.parents or there in here.parents:
             raise CheckpointError(

@@ -424,18 +424,18 @@ class _Encoder:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        if kind is int:
-            return _encode_int(value)  # type: ignore[arg-type]
-        if kind is float:
-            return _encode_float(value)  # type: ignore[arg-type]
-        if kind is str:
-            return _encode_str(value)  # type: ignore[arg-type]
-        if kind is bytes:
-            return {TAG: "bytes", "base64": _to_base64(value)}  # type: ignore[arg-type]
+        if kind is int and isinstance(value, int):
+            return _encode_int(value)
+        if kind is float and isinstance(value, float):
+            return _encode_float(value)
+        if kind is str and isinstance(value, str):
+            return _encode_str(value)
+        if kind is bytes and isinstance(value, bytes):
+            return {TAG: "bytes", "base64": _to_base64(value)}
         if isinstance(value, torch.Tensor):
             return {TAG: "tensor", "name": self._store(value, path)}
-        if kind in (dict, OrderedDict, Counter, list, tuple):
-            return self._encode_container(value, path)  # type: ignore[arg-type]
+        if kind in (dict, OrderedDict, Counter, list, tuple) and isinstance(value, (dict, list, tuple)):
+            return self._encode_container(value, path)
         raise CheckpointError(
             f"{_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored. Supported "
             f"are {_SUPPORTED}. Convert it in state_dict()."

@@ -18,7 +18,7 @@ from functools import lru_cache, reduce
 from itertools import pairwise
 from operator import xor
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from crc32c import crc32c
 
@@ -218,6 +218,18 @@ def read_json(path: Path) -> object:
         return parse_json(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}). Restore the file.") from error
+
+
+def parse_json_object(text: bytes) -> dict[str, Any]:
+    """Read a JSON document as :func:`parse_json`, which must be an object.
+
+    Raises:
+        ValueError: It is something else; says what.
+    """
+    document = parse_json(text)
+    if not isinstance(document, dict):
+        raise ValueError(f"it is a {type(document).__name__}, not an object")
+    return document
 
 
 def parse_json(text: bytes) -> object:

@@ -150,6 +150,7 @@ class LightningCheckpointIO:
             manager.load_checkpoint(path)
         weights = OrderedDict(parts["model"].state)
         if "module_versions" in parts:
+            # As Module.state_dict() does.
             weights._metadata = OrderedDict(parts["module_versions"].state)  # type: ignore[attr-defined]
         optimizers = parts["optimizers"].state if "optimizers" in parts else {}
         return {**parts["lightning"].state, _WEIGHTS: weights, **optimizers}

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -195,7 +196,7 @@ def decode(document: object, tensors: Mapping[str, torch.Tensor]) -> dict[str, o
     state = decode_state(document, find)
     if not isinstance(state, dict):
         raise CheckpointError(f"the stored state is a {type(state).__name__}, not a dict.")
-    return cast(dict[str, object], state)
+    return state
 
 
 def _plan_weights(model: ModelState, stored: StoredState) -> RestorePlan:
@@ -453,7 +454,7 @@ class _Restoring:
         missing = {key for keys in missing_on_ranks for key in keys}
         keys = [key for key in self._plan.patterns if key not in missing]
         for key in keys:
-            self._ranks.run(f"{self._phase}, component {key!r}", lambda key=key: self._open(key))  # type: ignore[misc]
+            self._ranks.run(f"{self._phase}, component {key!r}", partial(self._open, key))
         for key in keys:
             self._match_shared(key)
         unclaimed = self._ranks.run(
@@ -576,10 +577,10 @@ class _Restoring:
                 raise
             except Exception as error:
                 record = self._manifest.component(key)
+                advice = f", or {_fresh_start(record)}" if record is not None else ""
                 raise CheckpointError(
                     f"{type(stateful).__name__}.{method}() failed "
-                    f"({describe_error(error).removesuffix('.')}). Mend the object, or "
-                    f"{_fresh_start(cast(ComponentRecord, record))}."
+                    f"({describe_error(error).removesuffix('.')}). Mend the object{advice}."
                 ) from error
 
         self._ranks.run(what, read)

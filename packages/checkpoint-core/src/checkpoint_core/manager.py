@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from checkpoint_core.agreement import RankAgreement, default_environment
 from checkpoint_core.background import BackgroundWorker, StagingBuffer
@@ -561,17 +561,17 @@ def _provider(
     provider: StatefulProvider | Sequence[StateComponent] | None,
     world_size: int,
 ) -> StatefulProvider:
-    if (state is None) == (provider is None):
+    if state is not None and provider is None:
+        return StaticStatefulProvider(wrap_state(state, world_size))
+    if provider is None or state is not None:
         raise CheckpointError(
             f"CheckpointManager got {'neither' if state is None else 'both'} of state and "
             "stateful_provider, and needs one of them, such as "
             f'{{"model": model, "optimizer": optimizer}}.'
         )
-    if state is not None:
-        return StaticStatefulProvider(wrap_state(state, world_size))
     if isinstance(provider, Sequence):
         return StaticStatefulProvider(provider)
-    return cast(StatefulProvider, provider)
+    return provider
 
 
 def _shared_settings(config: CheckpointConfig) -> dict[str, object]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from types import UnionType
-from typing import Any, cast, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import ALGORITHM, FileRecord, checksum_file, digest, json_bytes, read_json
@@ -309,6 +309,7 @@ def _typed(value: object, kind: Any, where: str) -> Any:
         TypeError: The value is of another type; names its place.
         ValueError: A number is beyond what systems count.
     """
+    make: Callable[..., object] = kind  # where it is a dataclass
     if get_origin(kind) is UnionType:
         return None if value is None else _typed(value, get_args(kind)[0], where)
     if kind is float:
@@ -323,7 +324,7 @@ def _typed(value: object, kind: Any, where: str) -> Any:
     if isinstance(value, dict) and is_dataclass(kind):
         below = f"{where}." if where else ""
         found = {each.name: _typed(value[each.name], each.type, below + each.name) for each in fields(kind)}
-        return cast(Any, kind)(**found)
+        return make(**found)
     if isinstance(value, list):
         return [_typed(item, get_args(kind)[0], f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, dict):

@@ -36,7 +36,7 @@ _SHOWN = 10
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside all wrappers: DDP, torch.compile, FSDP, activation checkpointing."""
     while (attribute := _wrapped_attribute(model)) is not None:
-        model = model._modules[attribute]  # type: ignore[assignment]
+        model = model.get_submodule(attribute)
     return model
 
 

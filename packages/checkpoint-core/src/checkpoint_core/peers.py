@@ -25,14 +25,14 @@ from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, LifoQueue
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self
 
 from checkpoint_core.agreement import RankAgreement
 from checkpoint_core.errors import CheckpointError, describe_error
-from checkpoint_core.files import parse_json
+from checkpoint_core.files import parse_json_object
 from checkpoint_core.manifest import Manifest
-from checkpoint_core.store_path import RangeReader, StorePath
-from dist_env import ObjectInfo, ObjectStore, own_address
+from checkpoint_core.store_path import RangeReader, StorePath, StoreReader
+from dist_env import ObjectInfo, own_address
 
 _logger = logging.getLogger(__name__)
 _CONNECTIONS = 4
@@ -82,7 +82,7 @@ class _Service(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind, without asking a name server for the name of this host."""
-        socket.socket.bind(self.socket, cast(tuple[str, int], self.server_address))
+        self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
-            request = cast(dict[str, Any], parse_json(body))
+            request = parse_json_object(body)
             if self.path == "/read":
                 answer = self.server.read(request)
             else:
@@ -214,7 +214,7 @@ class Peer:
         """
         with closing(connection := self._connect()), self.failing(connection):
             self._send(connection, task, request)
-            return cast(dict[str, Any], parse_json(self.answer_of(connection)))
+            return parse_json_object(self.answer_of(connection))
 
     def _ask(self, connection: HTTPConnection, task: str, request: Mapping[str, object]) -> bytes:
         with self.failing(connection):
@@ -274,7 +274,7 @@ class PeerTask:
             return None
         try:
             with closing(self._connection), self._peer.failing(self._connection):
-                answer = cast(dict[str, Any], parse_json(self._peer.answer_of(self._connection)))
+                answer = parse_json_object(self._peer.answer_of(self._connection))
         except PeerError as error:
             self._is_over = error.said_so
             raise
@@ -371,7 +371,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class _PeerFiles:
-    """The files that one rank reads for this one, with those methods of a store that reading needs."""
+    """The files that one rank reads for this one, as a :class:`StoreReader`."""
 
     peer: Peer
     sizes: Mapping[str, int]
@@ -413,9 +413,9 @@ class PeerPath(StorePath):
         return cls(f"{directory} of {peer.name}", name, files=_PeerFiles(peer, {name: size}))
 
     @property
-    def store(self) -> ObjectStore:
+    def reader(self) -> StoreReader:
         """Who reads it, in the place of a store."""
-        return cast(ObjectStore, self.files)
+        return self.files
 
     def _at(self, key: str) -> NoReturn:
         raise CheckpointError(f"{self} is a single file.")

@@ -4,6 +4,7 @@ import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -176,7 +177,7 @@ def newest_in_memory(ranks: RankAgreement, memory_dir: Path) -> Chosen | None:
     for step, directory, _ in _local_choices(ranks, memory_dir, or_none=True):
         path = checkpoint_path(directory, step)
         chosen = Chosen(path, _read_everywhere(ranks, path))
-        lacking = ranks.run(_PHASE, lambda chosen=chosen: _lacks_ranks(ranks, chosen.manifest))  # type: ignore[misc]
+        lacking = ranks.run(_PHASE, partial(_lacks_ranks, ranks, chosen.manifest))
         problem: object = next((each for each in lacking if each), None) or _damage(ranks, chosen)
         if problem is None:
             return chosen
@@ -411,9 +412,9 @@ def _newest(
             _warn_passing_over(path, error)
     if above is not None:
         return None
-    for tier in [output_dir] if remote_dir is None else [output_dir, remote_dir]:
-        run = ranks.run_on_leaders if tier is output_dir else ranks.run_on_main
-        run(_PHASE, lambda tier=tier: _check_no_ruins(tier))  # type: ignore[misc]
+    ranks.run_on_leaders(_PHASE, lambda: _check_no_ruins(output_dir))
+    if remote_dir is not None:
+        ranks.run_on_main(_PHASE, lambda: _check_no_ruins(remote_dir))
     return None
 
 
@@ -577,8 +578,7 @@ def _shares(ranks: RankAgreement, chosen: Chosen) -> dict[str, int]:
     def read(some: Sequence[list[_Range]]) -> dict[str, int]:
         found: dict[str, int] = {}
         for name, first, last in (entry for stripe in some for entry in stripe):
-            share = range_share(directory / name, first, last, sizes[name])
-            found[name] = found.get(name, 0) ^ share
+            found[name] = found.get(name, 0) ^ range_share(directory / name, first, last, sizes[name])
         return found
 
     merged: dict[str, int] = {}

@@ -51,7 +51,7 @@ def claim(marker: StorePath, directory: StorePath) -> None:
     """
     if not marker.store.put_claim(marker.key, _content(marker, directory)):
         raise CheckpointError(
-            f"{marker.root} cannot commit a checkpoint: it ignores the condition of a conditional put, "
+            f"{marker.bucket} cannot commit a checkpoint: it ignores the condition of a conditional put, "
             "so two runs could overwrite one another's checkpoints without noticing. Use a store that "
             "honours If-None-Match, as S3, GCS, Azure, MinIO and SeaweedFS do, or save to a directory."
         )

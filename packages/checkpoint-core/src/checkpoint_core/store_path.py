@@ -8,13 +8,20 @@ the file system, ``open`` and ``Path(...)`` among it, raises instead of writing 
 import fnmatch
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple, Self
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from checkpoint_core.errors import CheckpointError
-from dist_env import STORE_SCHEMES, ObjectStore, StoreSettingsError, open_object_store, split_address
+from dist_env import (
+    STORE_SCHEMES,
+    ObjectInfo,
+    ObjectStore,
+    StoreSettingsError,
+    open_object_store,
+    split_address,
+)
 
 _COLLAPSED = re.compile(r"[a-z][a-z0-9]+:")
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -38,11 +45,24 @@ class StoreStat(NamedTuple):
     """When it was written, by the store's clock, in seconds since 1970."""
 
 
+class StoreReader(Protocol):
+    """What reading a file takes of an object store."""
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size and time of a file."""
+
+    def get(self, key: str) -> bytes:
+        """A whole file."""
+
+    def get_ranges(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+        """Ranges of a file."""
+
+
 @dataclass(frozen=True, repr=False)
-class StorePath(_Base):  # type: ignore[misc,unused-ignore]
+class StorePath(_Base):
     """A place in an object store, such as ``s3://bucket/run/checkpoint-10``."""
 
-    root: str  # type: ignore[assignment,misc,unused-ignore]
+    bucket: str
     """Scheme and bucket: ``s3://bucket``, ``memory://name`` or ``file://``."""
     key: str
     """The path in the bucket, without slashes around it."""
@@ -51,9 +71,9 @@ class StorePath(_Base):  # type: ignore[misc,unused-ignore]
 
     def __str__(self) -> str:
         """The address."""
-        return f"{self.root}/{self.key}" if self.key else self.root
+        return f"{self.bucket}/{self.key}" if self.key else self.bucket
 
-    def __lt__(self, other: Path) -> bool:  # type: ignore[override]
+    def __lt__(self, other: PurePath) -> bool:
         """By address."""
         return str(self) < str(other)
 
@@ -65,9 +85,14 @@ class StorePath(_Base):  # type: ignore[misc,unused-ignore]
     def store(self) -> ObjectStore:
         """The store, opened at its first use."""
         try:
-            return open_object_store(self.root, self.timeout_seconds)
+            return open_object_store(self.bucket, self.timeout_seconds)
         except StoreSettingsError as error:
             raise CheckpointError(str(error)) from None
+
+    @property
+    def reader(self) -> StoreReader:
+        """What the bytes of this place are read from."""
+        return self.store
 
     @property
     def name(self) -> str:
@@ -90,9 +115,10 @@ class StorePath(_Base):  # type: ignore[misc,unused-ignore]
         parts = self.key.split("/")
         return [self._at("/".join(parts[:count])) for count in reversed(range(len(parts)))]
 
-    def __truediv__(self, name: str) -> Self:  # type: ignore[override]
+    def __truediv__(self, name: str | os.PathLike[str]) -> Self:
         """A place below."""
-        return self._at(f"{self.key}/{name}" if self.key else name)
+        below = os.fspath(name)
+        return self._at(f"{self.key}/{below}" if self.key else below)
 
     def with_name(self, name: str) -> Self:
         """A place beside."""
@@ -121,7 +147,7 @@ class StorePath(_Base):  # type: ignore[misc,unused-ignore]
     def is_file(self) -> bool:
         """Whether there is an object here."""
         try:
-            self.store.head(self.key)
+            self.reader.head(self.key)
         except FileNotFoundError:
             return False
         return True
@@ -134,12 +160,12 @@ class StorePath(_Base):  # type: ignore[misc,unused-ignore]
 
     def stat(self) -> StoreStat:  # type: ignore[override]
         """Size and time of the object here."""
-        info = self.store.head(self.key)
+        info = self.reader.head(self.key)
         return StoreStat(info.size, info.modified)
 
     lstat = stat  # type: ignore[assignment]
 
-    def iterdir(self) -> Iterator[Self]:  # type: ignore[override]
+    def iterdir(self) -> Generator[Self, None, None]:
         """What is right below."""
         directories, objects = self.store.children(self.key)
         for name in directories:
@@ -147,21 +173,21 @@ class StorePath(_Base):  # type: ignore[misc,unused-ignore]
         for info in objects:
             yield self._at(info.key)
 
-    def glob(self, pattern: str) -> Iterator[Self]:  # type: ignore[override]
+    def glob(self, pattern: str) -> Generator[Self, None, None]:
         """What is right below and has a name of a pattern without a slash."""
         return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
-    def rglob(self, pattern: str) -> Iterator[Self]:  # type: ignore[override]
+    def rglob(self, pattern: str) -> Generator[Self, None, None]:
         """All objects below, at any depth, that have a name of a pattern."""
         found = (self._at(info.key) for info in self.store.objects(self.key))
         return (path for path in found if fnmatch.fnmatchcase(path.name, pattern))
 
     def read_bytes(self) -> bytes:
         """The object here."""
-        return self.store.get(self.key)
+        return self.reader.get(self.key)
 
     def _at(self, key: str) -> Self:
-        return type(self)(self.root, key, self.timeout_seconds)
+        return type(self)(self.bucket, key, self.timeout_seconds)
 
 
 def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Path:
@@ -199,6 +225,21 @@ def locate(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) 
             f"as {root}/run."
         )
     return StorePath(root, key, timeout_seconds)
+
+
+def store_place(where: str | Path, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> StorePath:
+    """A place in an object store, as :func:`locate`, for what works only there.
+
+    Raises:
+        CheckpointError: It is a directory.
+    """
+    place = locate(where, timeout_seconds)
+    if not isinstance(place, StorePath):
+        raise CheckpointError(
+            f"{str(place)!r} is a directory, and must be the address of a place in an object store, such as "
+            "'s3://bucket/run'."
+        )
+    return place
 
 
 def local_directory(where: str | Path, what: str) -> Path:
@@ -270,7 +311,7 @@ class RangeReader:
         assert isinstance(path, StorePath)
         starts, lengths = [offset for offset, _ in batch], [len(buffer) for _, buffer in batch]
         total = 0
-        for found, (_, buffer) in zip(path.store.get_ranges(path.key, starts, lengths), batch, strict=True):
+        for found, (_, buffer) in zip(path.reader.get_ranges(path.key, starts, lengths), batch, strict=True):
             view = memoryview(found)
             buffer[: len(view)] = view
             total += len(view)

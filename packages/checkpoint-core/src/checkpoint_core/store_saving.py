@@ -8,9 +8,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import cast
 
 from checkpoint_core.background import StagingBuffer
 from checkpoint_core.config import CheckpointConfig
@@ -48,7 +48,7 @@ from checkpoint_core.saving import (
     written_twice,
 )
 from checkpoint_core.store_directory import OtherRuns, claim, delete_directory, put_marker
-from checkpoint_core.store_path import STORE_THREADS, StorePath, locate
+from checkpoint_core.store_path import STORE_THREADS, StorePath, locate, store_place
 from checkpoint_core.tensor_files import file_content
 from checkpoint_core.tensor_owners import send_to_owners
 
@@ -85,7 +85,7 @@ class StoreSave(CheckpointSave):
 
     @property
     def _place(self) -> StorePath:
-        return cast(StorePath, self.final)
+        return store_place(self.final)
 
     @property
     def _directory(self) -> StorePath:
@@ -208,11 +208,11 @@ class StoreSave(CheckpointSave):
             if self._makes(key):
                 report["components"][key] = (files.names, files.format, dict(files.tied))
                 for name, text in {**files.documents, **files.companions}.items():
-                    jobs.append(lambda shares, name=name, text=text: self._put_new(shares, name, text))  # type: ignore[misc]
+                    jobs.append(partial(self._put_new, name=name, content=text))
             if files.whole is not None and files.whole.need_exchange:
                 continue
             for name in self._own_layouts(key, files):
-                jobs.append(lambda shares, name=name, files=files: self._upload(shares, name, files))  # type: ignore[misc]
+                jobs.append(partial(self._upload, name=name, files=files))
 
         def run(some: Sequence[Callable[[Shares], None]]) -> Shares:
             shares: Shares = {}

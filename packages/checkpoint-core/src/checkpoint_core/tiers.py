@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from checkpoint_core.agreement import RankAgreement
 from checkpoint_core.components import Plan
@@ -33,7 +33,7 @@ from checkpoint_core.manifest import Manifest, read_manifest
 from checkpoint_core.peers import Peer, PeerError, Peers
 from checkpoint_core.retention import BestCheckpoint, Retention, manifests_of_run, rank_by_metric
 from checkpoint_core.store_directory import OtherRuns
-from checkpoint_core.store_path import StorePath, file_sizes, locate
+from checkpoint_core.store_path import file_sizes, locate, store_place
 from checkpoint_core.tier_upload import (
     GRACE_SECONDS,
     UPLOAD,
@@ -70,7 +70,7 @@ class RemoteTier:
 
     def __init__(self, config: CheckpointConfig, lease: DirectoryLease | None) -> None:
         assert config.remote_dir is not None
-        self.place = cast(StorePath, locate(config.remote_dir, config.timeout_seconds))
+        self.place = store_place(config.remote_dir, config.timeout_seconds)
         # Now rather than in the background, because it may not be installed.
         _ = self.place.store
         self._local = locate(config.output_dir)
@@ -120,7 +120,7 @@ class RemoteTier:
         Raises:
             CheckpointError: On every rank: ``remote_dir`` is not one place for all nodes.
         """
-        if self.place.root.startswith(("file://", "memory://")):
+        if self.place.bucket.startswith(("file://", "memory://")):
             self._check_shared(ranks, phase)
         tasks = {_KEPT: self._tell_kept, UPLOAD: self._upload_for_main, _BUSY: self._tell_busy}
         limit = min(self._limit_seconds, _ANSWER_SECONDS)
