@@ -62,7 +62,7 @@ def format_checked(value: object, fmt: Format, reduce: Reduce) -> str:
     if not isinstance(value, list | tuple):
         alone = reduce([cast("float", value)]) if callable(reduce) else value
         return _format_scalar(alone, fmt)
-    elements = cast("list[float]", [element for element in value if element is not None])
+    elements = [element for element in value if element is not None]
     if not elements:
         return _MISSING
     if reduce == "all":

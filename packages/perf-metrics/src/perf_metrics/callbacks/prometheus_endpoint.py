@@ -108,7 +108,8 @@ class _Server(socketserver.ThreadingTCPServer):
         self._lock = threading.Lock()
         self._since: dict[Any, float] = {}
         """When each open connection began, the oldest first."""
-        super().__init__(address[:2], MetricsHandler.factory(registry))  # type: ignore[arg-type]
+        handler: type[MetricsHandler] = MetricsHandler.factory(registry)
+        super().__init__((str(address[0]), int(address[1])), handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": _Help, **options})
         self._fill = fill
 
-    def parse_known_args(  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]  # not all of argparse's overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, once the arguments are there."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import lt
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 if TYPE_CHECKING:
     import httpx
@@ -116,10 +116,11 @@ class PrometheusAPI:
         form = {"query": query, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step_s:g}"}
         found = []
         for one in self._ask("/api/v1/query_range", form):
-            if (wrong := _what_is_wrong(one, start - step_s, end + step_s)) is None:
-                found.append(RangeSeries(one["metric"], one["values"]))  # type: ignore[index]
+            series = _read_series(one, start - step_s, end + step_s)
+            if isinstance(series, RangeSeries):
+                found.append(series)
             else:
-                self.malformed[wrong] += 1
+                self.malformed[series] += 1
         return found
 
     def close(self) -> None:
@@ -234,6 +235,14 @@ def _client(headers: Mapping[str, str], timeout_s: float) -> httpx.Client:
     return httpx.Client(headers={"Accept-Encoding": "identity, gzip;q=0.5", **headers}, timeout=timeout_s)
 
 
+@runtime_checkable
+class _Stream(Protocol):
+    """A connection of httpx."""
+
+    def get_extra_info(self, info: str) -> object:
+        """What is below it, by name."""
+
+
 class _Line:
     """The connection that answers come by, to be cut when one takes too long.
 
@@ -246,7 +255,9 @@ class _Line:
     def trace(self, event: str, found: Mapping[str, object]) -> None:
         """Keep the socket of a new connection; for the extension "trace" of httpx."""
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
-            self._socket = found["return_value"].get_extra_info("socket")  # type: ignore[attr-defined]
+            stream = found["return_value"]
+            line = stream.get_extra_info("socket") if isinstance(stream, _Stream) else None
+            self._socket = line if isinstance(line, socket.socket) else None
 
     @contextmanager
     def cut_after(self, seconds: float) -> Iterator[Callable[[], bool]]:
@@ -290,11 +301,10 @@ def _whole(body: object, url: str, text: bytes) -> list[object]:
     if answer.get("warnings") or answer.get("isPartial"):
         said = str(answer.get("warnings") or "isPartial")[:500]
         raise PrometheusError(f"{url} says that its answer may not be whole: {said}.")
-    data = answer.get("data")
     try:
-        if answer["status"] != "success" or data["resultType"] != "matrix":  # type: ignore[index]
+        if answer["status"] != "success" or answer["data"]["resultType"] != "matrix":
             raise ValueError("not a range of values")
-        if not isinstance(series := data["result"], list):  # type: ignore[index]
+        if not isinstance(series := answer["data"]["result"], list):
             raise ValueError("not a list of series")
         return series
     except (KeyError, TypeError, ValueError) as error:
@@ -302,8 +312,8 @@ def _whole(body: object, url: str, text: bytes) -> list[object]:
         raise PrometheusError(f"{url} did not answer as Prometheus does: {shown}.") from error
 
 
-def _what_is_wrong(series: object, first: float, last: float) -> str | None:
-    """Return what is wrong with a series of an answer about some time, or None."""
+def _read_series(series: object, first: float, last: float) -> RangeSeries | str:
+    """Return a series of an answer about some time, or what is wrong with it."""
     if not isinstance(series, dict):
         return "a series is not an object"
     labels, points = series.get("metric"), series.get("values")
@@ -315,22 +325,26 @@ def _what_is_wrong(series: object, first: float, last: float) -> str | None:
     if not {*map(type, points)} <= {list} or not {*map(len, points)} <= {2}:
         return "a point is not a pair of time and value"
     if not points:
-        return None
+        return RangeSeries(labels, points)
     times, texts = zip(*points, strict=True)
     ascend = {*map(type, times)} <= {int, float} and all(map(lt, times, times[1:]))
     # Neither a number that is none nor one of a thousand digits lies between two times.
     if not ascend or not first <= times[0] or not times[-1] <= last:
         within = all(type(one) in (int, float) and first <= one <= last for one in times)
         return "its times do not ascend" if within else "a time is not within the time that was asked for"
-    return None if _are_numbers(texts) else "a value is not the text of a number"
+    return RangeSeries(labels, points) if _are_numbers(texts) else "a value is not the text of a number"
 
 
 def _are_numbers(texts: Sequence[object]) -> bool:
     try:
         # "1_0" is Python's own way to write ten.
-        return "_" not in "".join(texts) and len([*map(float, texts)]) > 0  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        return _are_texts(texts) and "_" not in "".join(texts) and len([*map(float, texts)]) > 0
+    except ValueError:
         return False
+
+
+def _are_texts(values: Sequence[object]) -> TypeGuard[Sequence[str]]:
+    return {*map(type, values)} == {str}
 
 
 def _say_on_stderr(text: str) -> None:

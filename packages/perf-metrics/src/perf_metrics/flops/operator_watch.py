@@ -323,7 +323,11 @@ def _attempts(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Callabl
     masked = _with_mask(model, batch)
     ways = [batch] if masked is None else [batch, masked]
     for arguments in ways:
-        yield lambda arguments=arguments: arguments  # type: ignore[misc]
+
+        def unchanged(arguments: Mapping[str, Tensor] = arguments) -> Mapping[str, Tensor]:
+            return arguments
+
+        yield unchanged
     switch = getattr(model, "set_experts_implementation", None)
     if callable(switch):
         for arguments in ways:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypedDict, get_args
 
 from ..display import format_value, text_table
 from .log_file import LOG_FILENAME, JsonValue
@@ -135,15 +135,20 @@ def read_goodput(run: str | Path) -> Goodput:
     return Goodput(sessions=tuple(sessions))
 
 
+class _Save(TypedDict):
+    """What a line says of a save: what had been done, by kind, at its step."""
+
+    step: int
+    seconds: Mapping[Kind, float]
+
+
 class _Read:
     """What the file of a session says."""
 
-    def __init__(
-        self, begin: Mapping[str, float], saves: Sequence[Mapping[str, object]], last: _Last
-    ) -> None:
+    def __init__(self, begin: Mapping[str, float], saves: Sequence[_Save], last: _Last) -> None:
         self.started, self.began = begin["started"], begin["time"]
         self.ranks, self.first_step = int(begin["ranks"]), int(begin["step"])
-        self.saves = {int(save["step"]): dict(save["seconds"]) for save in saves}  # type: ignore[call-overload]
+        self.saves = {save["step"]: dict(save["seconds"]) for save in saves}
         self.last = last
         self.lost = 0.0
         self.seconds = dict(last.seconds)
@@ -240,7 +245,11 @@ def _read(file: Path) -> _Read | None:
         end = others[-1] if others else {**begin, "seconds": {}}
         last = _Last(end["event"], end["time"], end["step"], end["seconds"])
         saves = [line for line in others if line["event"] == "save"]
-        return _Read(begin, [*saves, *end.get("memory", [])], last)
+        told = [
+            _Save(step=int(each["step"]), seconds=each["seconds"])
+            for each in (*saves, *end.get("memory", []))
+        ]
+        return _Read(begin, told, last)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is not the account of a session: {error}. Remove it.") from error
 

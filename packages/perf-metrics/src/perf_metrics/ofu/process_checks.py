@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -30,7 +30,7 @@ class Finding:
         return f"{self.setting}={self.value}: {self.effect}; {self.fix}"
 
 
-def check_process(loader: object = None, *, device_type: str | None = None) -> list[Finding]:
+def check_process(loader: Iterable[object] | None = None, *, device_type: str | None = None) -> list[Finding]:
     """Return the settings of this process that are known to slow training down.
 
     What a library reads from the environment when it is loaded is looked at as the environment is now. torch
@@ -162,7 +162,7 @@ def _accelerator(torch: ModuleType | None) -> str | None:
     return None if current is None else str(current.type)
 
 
-def _pageable_copies(loader: object, device_type: str | None) -> Iterator[Finding]:
+def _pageable_copies(loader: Iterable[object] | None, device_type: str | None) -> Iterator[Finding]:
     # On "mps" memory is shared, and pinning means nothing.
     if loader is None or device_type in (None, "cpu", "mps"):
         return
