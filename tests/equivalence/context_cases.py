@@ -87,7 +87,7 @@ CONTEXT_CASES = [
     _row("cp=2,tp=2", full=True),
     _row("cp=2,tp=2", "sequence", options=_by_sequence),
     _row("dp=2,cp=2", full=True),
-    _row("pp=2,cp=2"),
+    _row("pp=2,cp=2", full=True),
     *(
         _row(
             "pp=2,cp=2",

@@ -88,6 +88,7 @@ DDP_CASES = [
         "compiled blocks, aot_eager, tied",
         settings={**BY_EYE, "torch_compile_scope": "blocks", "torch_compile_dynamic": True},
         recipe=SHORT_TIED,
+        full=True,
     ),
     _option(
         "compiled model, aot_eager, several buckets",

@@ -90,7 +90,7 @@ FSDP2_CASES = [
     _sharded("prefetch 2", FSDP2Arguments(prefetch_depth=2), ranks=4, full=True),
     _sharded("on the host", FSDP2Arguments(cpu_offload=True), accumulation=4),
     # 101 rows of the embedding: 26, 26, 26 and 23.
-    _ranks("tied head", ranks=4, recipe=SHORT_TIED),
+    _ranks("tied head", ranks=4, recipe=SHORT_TIED, full=True),
     _ranks("no clipping", recipe=UNCLIPPED, full=True),
     _option("fused loss torch", settings={"fused_loss": "torch"}, full=True),
     _ranks("fused loss chunked, tied", settings={"fused_loss": "chunked"}, recipe=SHORT_TIED, accumulation=4),
@@ -104,9 +104,9 @@ FSDP2_CASES = [
     _option("evaluation in between", settings=EVALUATED),
     _option("optimizer groups by name", options=decay_by_name, full=True),
     _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw), accumulation=4),
-    _option("Muon, averaged", recipe=MUON, **MUON_BOUND, settings=EVALUATED, accumulation=4),
+    _option("Muon, averaged", recipe=MUON, **MUON_BOUND, settings=EVALUATED, accumulation=4, full=True),
     _option("Muon, averaged, HSDP 2 x 2", recipe=MUON, **MUON_BOUND, ranks=4, mesh=HYBRID, full=True),
-    _option("schedule-free", recipe=SCHEDULE_FREE, settings=EVALUATED, accumulation=4),
+    _option("schedule-free", recipe=SCHEDULE_FREE, settings=EVALUATED, accumulation=4, full=True),
     _option("compiled model, aot_eager", settings=BY_EYE, full=True),
     _option(
         "compiled blocks, inductor",
@@ -114,7 +114,7 @@ FSDP2_CASES = [
         full=True,
     ),
     _ranks("compiled blocks, aot_eager, tied", settings=BLOCKS_BY_EYE, recipe=SHORT_TIED, full=True),
-    _option("checkpointing full", settings=FULL, accumulation=4),
+    _option("checkpointing full", settings=FULL, accumulation=4, full=True),
     _option("checkpointing operators", settings={"activation_checkpointing": "operators"}, full=True),
     _option(
         "checkpointing full, compiled blocks",

@@ -120,8 +120,14 @@ def _in_bfloat16() -> dict[str, object]:
 PIPELINE_CASES = [
     *_every_schedule(),
     _row("1f1b", n=1, ranks=1),
-    _option("Muon, averaged, tied", settings=EVALUATED, recipe=replace(MUON, tied=True), **MUON_BOUND),
-    _option("schedule-free", settings=EVALUATED, recipe=SCHEDULE_FREE),
+    _option(
+        "Muon, averaged, tied",
+        settings=EVALUATED,
+        recipe=replace(MUON, tied=True),
+        **MUON_BOUND,
+        full=True,
+    ),
+    _option("schedule-free", settings=EVALUATED, recipe=SCHEDULE_FREE, full=True),
     _row(
         "1f1b",
         "2 copies, sharded, Muon, averaged",
@@ -137,7 +143,7 @@ PIPELINE_CASES = [
     _row("1f1b", "50 steps", ranks=4, accumulation=2, recipe=PLAIN, full=True),
     _row("zbv", "tied, 50 steps", recipe=TIED, accumulation=2, full=True),
     _row("1f1b", "2 copies", ranks=4, mesh=TWO, recipe=PLAIN, full=True),
-    _row("1f1b", "2 copies, tied", ranks=4, mesh=TWO, accumulation=2, recipe=SHORT_TIED),
+    _row("1f1b", "2 copies, tied", ranks=4, mesh=TWO, accumulation=2, recipe=SHORT_TIED, full=True),
     _row("gpipe", "2 copies", ranks=4, mesh=TWO, accumulation=2, full=True),
     _row("interleaved_1f1b", "2 copies, tied", ranks=4, mesh=TWO, recipe=SHORT_TIED, full=True),
     _row("zbv", "2 copies, tied", ranks=4, mesh=TWO, recipe=SHORT_TIED, full=True),
@@ -193,7 +199,7 @@ PIPELINE_CASES = [
     _option("evaluation in between", "zbv", settings=EVALUATED),
     _option("optimizer groups by name", options=decay_by_name, full=True),
     _option("two optimizers (Multiopt)", options=partial(decay_by_name, factory=adamw)),
-    _option("checkpointing full", settings={"activation_checkpointing": "full"}),
+    _option("checkpointing full", settings={"activation_checkpointing": "full"}, full=True),
     _option(
         "checkpointing operators", "interleaved_1f1b", settings={"activation_checkpointing": "operators"}
     ),
@@ -264,6 +270,7 @@ PIPELINE_CASES = [
         mesh=SHARED,
         accumulation=6,
         runner="ranks, then here",
+        full=True,
     ),
     _moved(
         " after Trainer, at 2 x 2, sharded",

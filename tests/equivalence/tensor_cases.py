@@ -92,7 +92,7 @@ MOVED = {("tp=2", "")}
 TENSOR_CASES = [
     _row("tp=2", recipe=PLAIN, full=True),
     _row("tp=2", "tied, accumulation 4", accumulation=4, recipe=replace(SHORT_TIED, evaluated=True)),
-    _row("tp=4", "evaluation in between", settings=EVALUATED),
+    _row("tp=4", "evaluation in between", settings=EVALUATED, full=True),
     _row("tp=2", "checkpointing full", settings=CHECKPOINTED, full=True),
     _row("tp=2", "compiled blocks", settings={**BY_EYE, "torch_compile_scope": "blocks"}, full=True),
     _row(
@@ -110,7 +110,9 @@ TENSOR_CASES = [
         recipe=replace(SHORT, steps=14, ema_decay=0.9, evaluated=True),
         full=True,
     ),
-    _row("dp=2,tp=2", "accumulation 2, fused loss", accumulation=2, settings={"fused_loss": "auto"}),
+    _row(
+        "dp=2,tp=2", "accumulation 2, fused loss", accumulation=2, settings={"fused_loss": "auto"}, full=True
+    ),
     _row("tp=2", "fused loss, tied", recipe=SHORT_TIED, settings={"fused_loss": "chunked"}, full=True),
     _row("shard=2,tp=2", "fused loss", settings={"fused_loss": "chunked"}, full=True),
     _row(
