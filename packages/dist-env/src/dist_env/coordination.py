@@ -301,9 +301,7 @@ def lost_store(record: RankRecord) -> RankFailedError:
 
 def prefix_store(prefix: str, store: Store) -> Store:
     """The same store, seen through a prefix of its keys."""
-    from torch._C._distributed_c10d import PrefixStore
-
-    return PrefixStore(prefix, store)
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # torch does not declare it
 
 
 def coordinator_of(env: DistributedEnvInterface) -> Coordinator:

@@ -206,9 +206,7 @@ def _coordinator(env: DistributedEnvInterface) -> Coordinator:
     """What the ranks share; one process alone needs no network for it."""
     if env.world_size > 1:
         return coordinator_of(env)
-    from torch._C._distributed_c10d import HashStore
-
-    return Coordinator(HashStore(), RankRecord.of(env))
+    return Coordinator(dist.HashStore(), RankRecord.of(env))  # type: ignore[attr-defined]  # undeclared
 
 
 def _stack(thread: int) -> list[str]:

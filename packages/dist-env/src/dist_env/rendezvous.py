@@ -249,9 +249,7 @@ def _host_store(address: str, port: int, timeout: float, listener: int) -> Store
     Raises:
         torch.distributed.DistError: The address does not lead here.
     """
-    from torch._C._distributed_c10d import TCPStore
-
-    return TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not declare it
         address,
         port,
         None,
@@ -274,14 +272,12 @@ def _connect_store(address: str, port: int, timeout: float, handshake: float) ->
     Raises:
         ConnectionError: Whoever listens there does not answer like a store.
     """
-    from torch._C._distributed_c10d import TCPStore
-
     opened: list[Store] = []
 
     def connect() -> None:
         with suppress(dist.DistError):
             limit = timedelta(seconds=timeout)
-            opened.append(TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False))
+            opened.append(dist.TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False))  # type: ignore[attr-defined]
 
     # A listener that accepts and stays silent would hold the constructor for ever, whatever its timeout.
     thread = threading.Thread(target=connect, name="connect_store", daemon=True)
