@@ -409,7 +409,8 @@ def release_check(session: nox.Session) -> None:
     session.run_install(
         "uv", "build", "-q", "--all-packages", "--no-sources", "--clear", "-o", str(dist), external=True
     )
-    session.install("--group", "release")
+    # The index to install from. In a group it would divide uv's resolution by Pythons, which then finds no torch.
+    session.install("--group", "release", "pypiserver>=2.4")
     session.run("python", "tests/release/release_check.py", str(dist), *session.posargs)
 
 
