@@ -409,7 +409,7 @@ def release_check(session: nox.Session) -> None:
     session.run_install(
         "uv", "build", "-q", "--all-packages", "--no-sources", "--clear", "-o", str(dist), external=True
     )
-    # The index to install from. In a group it would divide uv's resolution by Pythons, which then finds no torch.
+    # In a group pypiserver would divide uv's resolution by Pythons, and one of them finds no torch.
     session.install("--group", "release", "pypiserver>=2.4")
     session.run("python", "tests/release/release_check.py", str(dist), *session.posargs)
 
