@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from checkpoint_core import CheckpointError, ModelState, OptimizerState, load_model_weights
 from checkpoint_core.encoding import copy_values
 from checkpoint_core.model_directory import weight_files
+from checkpoint_core.model_state import unwrap
 from checkpoint_core.tensor_files import DTYPE_CODES
 
 Write = Callable[..., Path]
@@ -90,6 +91,19 @@ def test_wrappers_do_not_show(write: Write, tmp_path: Path) -> None:
         model.block[1].weight.zero_()
     load_model_weights(compiled, tmp_path / "n")
     assert torch.equal(model.block[1].weight, plain.block[1].weight)
+
+
+def test_a_wrapper_that_looks_inside_for_submodules_is_unwrapped() -> None:
+    class Inward(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = model
+
+        def get_submodule(self, target: str) -> nn.Module:
+            return self._orig_mod.get_submodule(target)
+
+    model = nn.Linear(2, 2)
+    assert unwrap(Inward(model)) is model
 
 
 def test_a_submodule_called_module_keeps_its_name(write: Write, tmp_path: Path) -> None:

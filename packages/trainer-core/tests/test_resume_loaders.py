@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -141,3 +142,45 @@ def test_an_epoch_that_was_ended_early_is_not_taken_up_again(
         directory = f"{event}-{step}"
         curve(directory, EndEpochAt(), StopAt(event, step))
         assert curve(directory, EndEpochAt()) == whole, directory
+
+
+class Remembers:
+    """A callback whose state is what it was given."""
+
+    def __init__(self, kept: object) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> object:
+        return self.kept
+
+    def load_state_dict(self, state: object) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("kept", [OrderedDict(b=1, a=2), Counter("aab"), [1, 2], (3,), None])
+def test_a_callback_gets_what_it_saved_of_the_type_that_it_had(
+    make_trainer: Callable[..., Trainer], kept: object
+) -> None:
+    make_trainer(callbacks=[Remembers(kept)], max_steps=1, save_strategy="steps", save_steps=1).train()
+    resumed = Remembers("nothing")
+    make_trainer(callbacks=[resumed], max_steps=2).train()
+    assert resumed.kept == kept
+    assert type(resumed.kept) is type(kept)
+
+
+def test_an_evaluation_loader_without_a_position_begins_by_itself(
+    make_trainer: Callable[..., Trainer],
+) -> None:
+    class NoPosition(list[dict[str, Tensor]]):
+        batch_size = BATCH
+
+        def state_dict(self) -> None:
+            return None
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError(f"it was given {state}")
+
+    batch = {"input_ids": row(1)["input_ids"][None], "labels": row(1)["labels"][None]}
+    trainer = make_trainer(eval_loader=NoPosition([batch]), max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    assert sum("eval_loss" in entry for entry in trainer.state.log_history) == 2

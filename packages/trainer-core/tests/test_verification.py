@@ -56,6 +56,12 @@ def test_a_sound_machine(tmp_path: Path) -> None:
     assert len(found.curves["CPU, fp32"]) == 6
 
 
+def test_a_setting_that_does_not_exist_fails_every_part(tmp_path: Path) -> None:
+    found = run(tmp_path, "curve", "repeat", "resume", settings={"use_cpu": True, "learning_rat": 0.1})
+    assert not found.passed
+    assert all(check.passed is False and "learning_rat" in check.found for check in found.checks), found
+
+
 def test_the_time_of_a_step_is_told_beside_plain_torch(tmp_path: Path) -> None:
     figures = named(run(tmp_path, "speed"))["speed"].figures
     assert 0 < float(str(figures["plain_seconds"])) < float(str(figures["seconds"])) * 20

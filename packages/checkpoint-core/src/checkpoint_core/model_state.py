@@ -36,7 +36,8 @@ _SHOWN = 10
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside all wrappers: DDP, torch.compile, FSDP, activation checkpointing."""
     while (attribute := _wrapped_attribute(model)) is not None:
-        model = model.get_submodule(attribute)
+        # Not the wrapper's own, which may look inside for it.
+        model = nn.Module.get_submodule(model, attribute)
     return model
 
 

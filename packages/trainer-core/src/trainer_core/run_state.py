@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from torch import Tensor, optim
 from torch.optim import AdamW, Muon, Optimizer
@@ -48,7 +48,8 @@ class ScheduleState:
         """Put the schedule where the saved one was, if it is of the same kind."""
         self.loaded = state["kind"] == type(self.scheduler).__name__
         if self.loaded:
-            self.scheduler.load_state_dict(_table(state["state"], "state of the schedule"))
+            # As it was saved: it may be of any type that the schedule chose.
+            self.scheduler.load_state_dict(cast(dict[str, object], state["state"]))
 
     def go_to_step(self, step: int) -> None:
         """Set the schedule, and the rates that it drives, to where it is after so many optimizer steps."""
@@ -228,7 +229,7 @@ class CallbackStates:
         """Give each callback its state; one that was not there when it was saved begins anew."""
         for name, callback in self._keepers().items():
             if name in state:
-                callback.load_state_dict(_table(state[name], f"state of the callback {name}"))
+                callback.load_state_dict(cast(dict[str, object], state[name]))
             else:
                 logger.info("the checkpoint has no state of the callback %s, which begins anew", name)
         if left := sorted(state.keys() - self._keepers().keys()):

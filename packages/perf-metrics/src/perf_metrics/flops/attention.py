@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 
 class UnknownShapeError(ValueError):
@@ -25,9 +25,8 @@ class Settings:
 
     def or_else(self, defaults: Mapping[str, object]) -> Settings:
         """The same mapping, with figures for what is not there; what is null stays so."""
-        if not isinstance(self._config, Mapping):
-            raise UnknownShapeError(f"the config is a {type(self._config).__name__}, not a mapping")
-        return Settings({**defaults, **self._config})
+        # What has keys and items will do, such as a config of other libraries.
+        return Settings({**defaults, **cast("Mapping[str, object]", self._config)})
 
     def get(self, *names: str) -> object:
         """The first of these settings that is there and not None; otherwise None."""

@@ -416,6 +416,8 @@ def _rewinding(loader: Iterable[Batch]) -> Callable[[], Iterable[Batch]]:
         return lambda: batches
     keeper: Stateful = loader
     beginning = copy.deepcopy(keeper.state_dict())
+    if beginning is None:
+        return lambda: batches
 
     def rewound() -> Iterable[Batch]:
         keeper.load_state_dict(copy.deepcopy(beginning))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, SupportsInt, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,7 @@ class LossScaler:
 
 
 def _count(saved: object) -> int:
-    if not isinstance(saved, int | float):
+    if not isinstance(saved, SupportsInt):
         raise TypeError(
             f"a number of skipped steps is a {type(saved).__name__}. Load the state of a LossScaler."
         )

@@ -12,7 +12,6 @@ from torch import Tensor
 from dist_env import DistributedEnvInterface, ParallelLayout, StaticDistributedEnvironment
 
 from ..arguments import DataParallelArguments
-from ..arguments.config import arguments_from_dict
 from ..distributed.executor import own_part
 from ..model import ModelInit
 from ..state import TrainerControl, TrainerState
@@ -115,7 +114,8 @@ class Runs:
             **given,
         }
         return Trainer(
-            arguments_from_dict(DataParallelArguments, chosen),
+            # A wrong name must fail the check: as a ConfigurationError it would count as not possible here.
+            DataParallelArguments(**chosen),  # type: ignore[arg-type]
             model_init=self.model_init,
             train_dataset=list(self.rows),
             callbacks=list(callbacks),
