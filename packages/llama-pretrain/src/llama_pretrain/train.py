@@ -332,7 +332,9 @@ def write_sample(
     if not args.sample_tokens:
         return ""
     if not isinstance(model, Llama):
-        raise TypeError(f"a Llama writes samples, and the model is a {type(model).__name__}.")
+        raise TypeError(
+            f"model must be a Llama to write a sample, and is a {type(model).__name__}. Set sample_tokens=0."
+        )
     prompt = torch.tensor([list(tokenizer.encode(args.prompt))], device=device)
     generator = torch.Generator(device).manual_seed(args.seed)
     with _uncompiled(args):

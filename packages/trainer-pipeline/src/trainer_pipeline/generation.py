@@ -105,7 +105,10 @@ class _CachedByTheModel:
 def _logits(output: object) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        raise TypeError(f"a model must return logits to write text, but returned a {type(output).__name__}.")
+        raise TypeError(
+            f"The model must return logits to write text, and returned a {type(output).__name__}. Return a "
+            "tensor, or an object with a field `logits`."
+        )
     return logits
 
 
