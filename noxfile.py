@@ -197,6 +197,25 @@ def guides(session: nox.Session) -> None:
     session.run(*PYTEST, *blocks, "tests/docs", *session.posargs, env=ENV)
 
 
+@nox.session(python=PYTHONS, default=not FULL)
+def extras(session: nox.Session) -> None:
+    """Run the tests of extras in one environment with all of them; `full` gives each one of its own."""
+    chosen = {
+        (package, extra): folder
+        for package in PACKAGES
+        for extra, folder in extra_tests(package).items()
+        if f"tests-{package}-{extra}" not in LEFT_TO_FULL
+    }
+    groups = [f"packages/{package}/pyproject.toml:test" for package in PACKAGES]
+    groups += [
+        f"packages/{package}/pyproject.toml:{extra}"
+        for package, extra in chosen
+        if extra in test_groups(package)
+    ]
+    install_everything(session, *groups)
+    session.run(*PYTEST, *chosen.values(), *session.posargs, env=ENV)
+
+
 def add_package_session(package: str) -> None:
     """Define `tests-<package>`."""
 
@@ -269,25 +288,6 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-I", "tests/wheels/run_readme.py", *together)
     footprints = [install_alone(session, package, dist) for package in alone]
     session.run("python", "tests/wheels/footprint_table.py", json.dumps(footprints), log=False)
-
-
-@nox.session(python=PYTHONS, default=not FULL)
-def extras(session: nox.Session) -> None:
-    """Run the tests of extras in one environment with all of them; `full` gives each one of its own."""
-    chosen = {
-        (package, extra): folder
-        for package in PACKAGES
-        for extra, folder in extra_tests(package).items()
-        if f"tests-{package}-{extra}" not in LEFT_TO_FULL
-    }
-    groups = [f"packages/{package}/pyproject.toml:test" for package in PACKAGES]
-    groups += [
-        f"packages/{package}/pyproject.toml:{extra}"
-        for package, extra in chosen
-        if extra in test_groups(package)
-    ]
-    install_everything(session, *groups)
-    session.run(*PYTEST, *chosen.values(), *session.posargs, env=ENV)
 
 
 def add_extra_session(package: str, extra: str, folder: str) -> None:
