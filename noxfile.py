@@ -71,6 +71,9 @@ LEFT_TO_FULL = {
     *("tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"),
     *("tests-trainer-core-mlflow", "tests-trainer-core-wandb", "tests-trainer-pipeline-quant"),
 }
+# Not in it either, and among the defaults: below `uv run`, Ray installs copies of the packages for its
+# workers, into the environment that it is started from.
+BY_ITSELF = {"tests-dataloader-dispatch-ray"}
 # Sessions of an extra whose tests wait for servers and lost ranks most of the time: two at a time there, too.
 WAITING = {"tests-checkpoint-core-remote"}
 # Packages whose wheels are always installed alone: without torch, and on top of most others, with ranks.
@@ -204,7 +207,7 @@ def extras(session: nox.Session) -> None:
         (package, extra): folder
         for package in PACKAGES
         for extra, folder in extra_tests(package).items()
-        if f"tests-{package}-{extra}" not in LEFT_TO_FULL
+        if f"tests-{package}-{extra}" not in LEFT_TO_FULL | BY_ITSELF
     }
     groups = [f"packages/{package}/pyproject.toml:test" for package in PACKAGES]
     groups += [
@@ -301,7 +304,7 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
 
     tests.__doc__ = f"Test {package} together with `{extra}`."
     name = f"tests-{package}-{extra}"
-    nox.session(name=name, python=PYTHONS, default=FULL)(tests)
+    nox.session(name=name, python=PYTHONS, default=FULL or name in BY_ITSELF)(tests)
 
 
 for _package in PACKAGES:
