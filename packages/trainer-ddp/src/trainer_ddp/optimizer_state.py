@@ -158,10 +158,7 @@ def table_of(what: str, saved: object) -> Mapping[str, object]:
         CheckpointError: If it is something else.
     """
     if not isinstance(saved, Mapping):
-        raise CheckpointError(
-            f"{what} in the checkpoint must be a table by name, but has the type {type(saved).__name__}. "
-            "Resume from another checkpoint."
-        )
+        raise _misfit(f"{what} in the checkpoint must be a table by name", saved)
     return saved
 
 
@@ -179,11 +176,12 @@ def tensors_of(what: str, saved: object) -> dict[str, Tensor]:
     tensors = {name: value for name, value in table.items() if isinstance(value, Tensor)}
     if len(tensors) < len(table):
         other = next(name for name in table if name not in tensors)
-        raise CheckpointError(
-            f"{what} in the checkpoint must have tensors only, but {other} has the type "
-            f"{type(table[other]).__name__}. Resume from another checkpoint."
-        )
+        raise _misfit(f"{other} of {what} in the checkpoint must be a tensor", table[other])
     return tensors
+
+
+def _misfit(rule: str, saved: object) -> CheckpointError:
+    return CheckpointError(f"{rule}, got {type(saved).__name__}. Resume from another checkpoint.")
 
 
 def check_names(what: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import torch
 from checkpoint_core import CheckpointError
 from trainer_core import ConfigurationError
 from trainer_ddp import PostLocalSGDArguments
+from trainer_ddp.optimizer_state import tensors_of
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
@@ -125,3 +126,16 @@ def test_state_of_another_model_is_refused_by_name(jobs):
 def test_a_missing_setting_is_named(jobs, name, given):
     with pytest.raises(ConfigurationError, match=rf"post_local_sgd\.{name}"):
         jobs.Job(PostLocalSGDArguments(enabled=True, **given))
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ([1], "anchors in the checkpoint must be a table by name, got list. Resume from another checkpoint."),
+        ({"head": 3}, "head of anchors in the checkpoint must be a tensor, got int."),
+    ],
+)
+def test_saved_tensors_of_another_kind_are_refused(saved, message):
+    with pytest.raises(CheckpointError) as refused:
+        tensors_of("anchors", saved)
+    assert message in str(refused.value)
