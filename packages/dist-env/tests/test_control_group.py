@@ -109,6 +109,13 @@ def test_ctrl_c_and_closing_do_not_wait_for_the_timeout(launch: Callable[..., An
 
 
 @CONNECTED
+def test_every_rank_closes_an_exchange_under_way(launch: Callable[..., Any], connected: str) -> None:
+    job = launch("controlling.py", 4, "abandoned", connected)
+    assert job.codes == [0] * 4, job.err
+    assert all(seen["closed"] < WITHIN for seen in job.notes)  # the timeout is 120 s
+
+
+@CONNECTED
 def test_opening_leaves_the_store_to_other_threads(launch: Callable[..., Any], connected: str) -> None:
     job = launch("controlling.py", 2, "opened", connected)
     assert job.codes == [0, 0], job.err

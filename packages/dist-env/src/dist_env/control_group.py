@@ -355,11 +355,12 @@ class ControlGroup:
         _open.discard(self)
         if group is not None and self._is_torn:
             # An exchange that nobody waits for any more would hold the group until its timeout. gloo closes
-            # all connections of a group where a receive times out. It has no other way.
-            with suppress(RuntimeError):
-                group.recv([torch.zeros(1, dtype=torch.uint8)], above(self.index) or 1, _END_TAG).wait(
-                    _MOMENT
-                )
+            # all connections of a group where a receive times out. It has no other way. A receive from a rank
+            # whose connection is broken fails at once and closes none: so each is tried.
+            for index in range(self.size) if self.is_mesh else beside(self.index, self.size):
+                if index != self.index:
+                    with suppress(RuntimeError):
+                        group.recv([torch.zeros(1, dtype=torch.uint8)], index, _END_TAG).wait(_MOMENT)
 
     def _connect(self, doing: str) -> None:
         world = dist.group.WORLD if dist.is_available() else None

@@ -170,6 +170,32 @@ def interrupted(env: DistributedEnvironment) -> None:
     barrier(env, timeout=150, tag="after")
 
 
+class Interrupted:
+    """An exchange during which Ctrl-C is pressed."""
+
+    def is_completed(self) -> bool:
+        raise KeyboardInterrupt
+
+    def wait(self) -> None: ...
+
+
+def abandoned(env: DistributedEnvironment) -> None:
+    """Ranks leave a reduction that one of them never begins, and close one after another."""
+    begin = time.monotonic()
+    for first in range(4):
+        group = ControlGroup(range(4), 120.0, doing="starting")
+        turn = (env.rank - first) % 4
+        under_way = group.all_reduce_max(torch.zeros(1, dtype=torch.uint8)) if turn < 3 else None
+        with suppress(KeyboardInterrupt):
+            group.wait("reducing", Interrupted())
+        for now in range(4):
+            barrier(env, timeout=150, tag=f"{first} {now}")
+            if now == turn:
+                group.close()
+        del under_way
+    notes["closed"] = time.monotonic() - begin
+
+
 def opened_while_another_waits(env: DistributedEnvironment) -> None:
     """Rank 1 opens a group only after it has heard from a thread of rank 0, which opens already."""
     first = ControlGroup(range(2), 60.0, doing="starting")
@@ -221,6 +247,7 @@ SCENES = {
     "failing": failing,
     "forked": forked,
     "interrupted": interrupted,
+    "abandoned": abandoned,
     "opened": opened_while_another_waits,
     "late": late,
 }
