@@ -115,6 +115,12 @@ def test_every_rank_closes_an_exchange_under_way(launch: Callable[..., Any], con
     assert all(seen["closed"] < WITHIN for seen in job.notes)  # the timeout is 120 s
 
 
+def test_closing_ends_where_gloo_does_not(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 2, "unbreakable")
+    assert job.codes == [0] * 2, job.err
+    assert job.notes[0]["closed"] < WITHIN  # the timeout is 120 s
+
+
 @CONNECTED
 def test_opening_leaves_the_store_to_other_threads(launch: Callable[..., Any], connected: str) -> None:
     job = launch("controlling.py", 2, "opened", connected)

@@ -28,7 +28,19 @@ from dist_env.errors import (
     listed,
     one_line,
 )
-from dist_env.gather_tree import BYTES_PER_VALUE, Table, Unread, above, below, beside, merge, read_table
+from dist_env.gather_tree import (
+    BYTES_PER_VALUE,
+    HEAD,
+    LOOK_SECONDS,
+    Arrival,
+    Table,
+    Unread,
+    above,
+    below,
+    beside,
+    merge,
+    read_table,
+)
 
 T = TypeVar("T")
 
@@ -45,16 +57,16 @@ class Transfer(Protocol):
 
 _SHORT = 1024
 """Bytes of a message that travels in one exchange with its size."""
-_HEAD = 8
 _LIVENESS_SECONDS = 5.0
 """How long the ranks are asked who is still there, after a connection between them broke."""
-_LOOK_SECONDS = 0.2
 _SHORTEST_PAUSE = 2e-5
 _LONGEST_PAUSE = 1e-3
 
 _MOST_CONNECTED = 128
 """Ranks of a group in which each connects to all."""
 _MOMENT = timedelta(milliseconds=1)
+_SETTLE_SECONDS = 1.0
+"""How long closing waits for exchanges under way, to end by themselves and then because they are broken."""
 _END_TAG = 7
 _PROBE_TAG = 8
 _GATHER_TAG = 9
@@ -119,6 +131,7 @@ class ControlGroup:
         if not self.ranks:
             raise DistributedEnvironmentError("ranks is empty. Name the global ranks that take part.")
         self._is_torn = False
+        self._collectives: list[dist.Work] = []  # perhaps under way; the group cannot end before them
         self._unanswered = torch.zeros(1, dtype=torch.uint8)
         self.timeout_seconds = timeout_seconds
         self.process_group: dist.ProcessGroup | None = None
@@ -156,13 +169,13 @@ class ControlGroup:
         """Start to replace each element by the largest of all ranks; a CPU tensor."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return self._connected().allreduce([tensor], options)
+        return self._begun(self._connected().allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
         """Start to replace a CPU tensor by that of the rank at position ``source``."""
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return self._connected().broadcast([tensor], options)
+        return self._begun(self._connected().broadcast([tensor], options))
 
     def gather(self, doing: str, value: T, *, most_bytes: int = 1 << 24) -> list[T]:
         """The values of all ranks, in their order. Collective.
@@ -258,13 +271,15 @@ class ControlGroup:
         except BaseException:  # Ctrl-C, too: `close` must know, and the error continues
             self._is_torn = True
             raise
+        finally:
+            self._collectives = [each for each in self._collectives if each is not work]
 
     def _wait(self, doing: str, work: Transfer) -> None:
-        pause, next_look = _SHORTEST_PAUSE, time.monotonic() + _LOOK_SECONDS
+        pause, next_look = _SHORTEST_PAUSE, time.monotonic() + LOOK_SECONDS
         # Polled: a rank that does not talk to the lost one itself would wait for the timeout in silence.
         while not work.is_completed():
             if time.monotonic() >= next_look:
-                next_look = time.monotonic() + _LOOK_SECONDS
+                next_look = time.monotonic() + LOOK_SECONDS
                 if self._others_gave_up():
                     raise self.broken(doing, "other ranks lost a connection")
             time.sleep(pause)
@@ -353,14 +368,32 @@ class ControlGroup:
         """Close the connections of this rank; not collective."""
         group, self.process_group = self.process_group, None
         _open.discard(self)
-        if group is not None and self._is_torn:
-            # An exchange that nobody waits for any more would hold the group until its timeout. gloo closes
-            # all connections of a group where a receive times out. It has no other way. A receive from a rank
-            # whose connection is broken fails at once and closes none: so each is tried.
-            for index in range(self.size) if self.is_mesh else beside(self.index, self.size):
-                if index != self.index:
-                    with suppress(RuntimeError):
-                        group.recv([torch.zeros(1, dtype=torch.uint8)], index, _END_TAG).wait(_MOMENT)
+        # To close while others still send breaks their connections.
+        if group is None or (not self._is_torn and self._has_settled(_SETTLE_SECONDS)):
+            return
+        _break_connections(group, [each for each in self._neighbors() if each != self.index])
+        if not self._has_settled(_SETTLE_SECONDS):
+            # A send that finds its connection reset may be forgotten by gloo, which waits for it until the
+            # timeout. So the group outlives this rank's part in it, with all that the exchange uses.
+            self._kept = group
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def _begun(self, collective: dist.Work) -> dist.Work:
+        """Keep in mind a collective that has begun."""
+        self._collectives = [each for each in self._collectives if not each.is_completed()] + [collective]
+        return collective
+
+    def _has_settled(self, seconds: float) -> bool:
+        """Whether all collectives that have begun end within so many seconds."""
+        end = time.monotonic() + seconds
+        while not (settled := all(each.is_completed() for each in self._collectives)):
+            if time.monotonic() >= end:
+                break
+            time.sleep(_LONGEST_PAUSE)
+        return settled
+
+    def _neighbors(self) -> Iterable[int]:
+        return range(self.size) if self.is_mesh else beside(self.index, self.size)
 
     def _connect(self, doing: str) -> None:
         world = dist.group.WORLD if dist.is_available() else None
@@ -397,7 +430,7 @@ class ControlGroup:
         # A backend has the same methods, which torch does not declare.
         self.process_group = cast(dist.ProcessGroup, gloo)
         _open.add(self)
-        self.connect(doing, beside(self.index, self.size))
+        self.connect(doing, self._neighbors())
         self.host(0)  # known also where rank 0, which may hold the store, is lost
 
     def _meet(self, doing: str, store: Store) -> None:
@@ -421,33 +454,33 @@ class ControlGroup:
 
     def _send(self, doing: str, index: int, message: bytes) -> list[tuple[dist.Work, torch.Tensor]]:
         """Start to send a message; what is returned has to be kept until it was received."""
-        head = len(message).to_bytes(_HEAD, "big") + message[: _SHORT - _HEAD]
-        pieces = [head.ljust(_SHORT, b"\0"), message[_SHORT - _HEAD :]]
+        head = len(message).to_bytes(HEAD, "big") + message[: _SHORT - HEAD]
+        pieces = [head.ljust(_SHORT, b"\0"), message[_SHORT - HEAD :]]
         tensors = [torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces if piece]
         try:
             return [(self._connected().send([each], index, _GATHER_TAG), each) for each in tensors]
         except RuntimeError as error:
             raise self._refused(doing, error) from error
 
-    def _receive(self, doing: str, index: int, size: int) -> _Arrival:
+    def _receive(self, doing: str, index: int, size: int) -> Arrival:
         """Begin to receive so many bytes from a rank."""
         memory = bytearray(size)
         try:
             work = self._connected().recv([torch.frombuffer(memory, dtype=torch.uint8)], index, _GATHER_TAG)
         except RuntimeError as error:
             raise self._refused(doing, error) from error
-        return _Arrival(self, index, work, memory)
+        return Arrival(self, index, work, memory)
 
     def _received(
-        self, doing: str, child: int, end: int, arrival: _Arrival, most_bytes: int
+        self, doing: str, child: int, end: int, arrival: Arrival, most_bytes: int
     ) -> Table | Unread:
         """What the ranks from a child to before ``end`` have."""
         self.wait(doing, arrival)
         head = bytes(arrival.memory)
-        size, most = int.from_bytes(head[:_HEAD], "big"), (end - child) * (most_bytes + BYTES_PER_VALUE)
+        size, most = int.from_bytes(head[:HEAD], "big"), (end - child) * (most_bytes + BYTES_PER_VALUE)
         if size > max(most, _SHORT):
             return child, f"it is said to have {size} bytes"
-        message = head[_HEAD : _HEAD + size]
+        message = head[HEAD : HEAD + size]
         if size > len(message):
             arrival = self._receive(doing, child, size - len(message))
             arrival.has_begun = True  # it follows at once
@@ -461,13 +494,13 @@ class ControlGroup:
 
     def _from_first(self, doing: str, message: bytes, most_bytes: int) -> bytes:
         """The message of the first rank, on every rank."""
-        head = len(message).to_bytes(_HEAD, "big") + message[: _SHORT - _HEAD]
+        head = len(message).to_bytes(HEAD, "big") + message[: _SHORT - HEAD]
         memory = bytearray(head.ljust(_SHORT, b"\0"))
         self._broadcast(doing, memory)
-        size = int.from_bytes(memory[:_HEAD], "big")
+        size = int.from_bytes(memory[:HEAD], "big")
         if size > max(self.size * (most_bytes + BYTES_PER_VALUE), _SHORT):
             raise self.unreadable(doing, 0, f"it is said to have {size} bytes")
-        short = bytes(memory[_HEAD : _HEAD + size])
+        short = bytes(memory[HEAD : HEAD + size])
         if size == len(short):
             return short
         rest = bytearray(message[len(short) :]) if self.index == 0 else bytearray(size - len(short))
@@ -501,7 +534,7 @@ class ControlGroup:
             missing = [index for index in missing if not answers.check([str(index)])]
             # A rank that failed closes its connections before it says why.
             self._coordinator.raise_if_failed()
-            time.sleep(_LOOK_SECONDS / 4 if missing else 0)
+            time.sleep(LOOK_SECONDS / 4 if missing else 0)
         return missing
 
     def _others_gave_up(self) -> bool:
@@ -518,52 +551,15 @@ def _named(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks {hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:32]}"
 
 
-class _Arrival:
-    """A receive that can be waited for like a collective: one of gloo completes only in its wait.
+def _break_connections(group: dist.ProcessGroup, indices: Iterable[int]) -> None:
+    """End the exchanges of a group that nobody waits for any more, and would hold it until its timeout.
 
-    That cannot be interrupted by Ctrl-C, and closes every connection of the group when it times out.
-
-    Args:
-        group: Where it comes in.
-        index: Position of the rank that sends it.
-        work: What the start of the receive returned.
-        memory: Where it goes; not all zero in front.
+    gloo closes all connections where a receive times out, and has no other way. A receive from a rank whose
+    connection is broken already fails at once and closes none: so each is tried.
     """
-
-    def __init__(self, group: ControlGroup, index: int, work: dist.Work, memory: bytearray) -> None:
-        self.memory = memory
-        self.has_begun = False
-        self._group = group
-        self._index = index
-        self._work: dist.Work | None = work
-        self._end = time.monotonic() + group.timeout_seconds
-        self._next_look = time.monotonic() + _LOOK_SECONDS
-        self._fault: RuntimeError | None = None
-
-    def is_completed(self) -> bool:
-        """Whether it has begun to arrive, or will not."""
-        if self.has_begun or any(self.memory[:_HEAD]):
-            return True
-        if (now := time.monotonic()) < self._next_look:
-            return False
-        self._next_look = now + _LOOK_SECONDS
-        fault = self._group.fault(self._index)
-        if fault is None and now >= self._end:
-            fault = RuntimeError(f"nothing came from {self._group.name(self._index)}")
-        # It may have come before the connection broke.
-        self._fault = None if any(self.memory[:_HEAD]) else fault
-        return self._fault is not None
-
-    def wait(self) -> None:
-        """Wait for the rest."""
-        if self._fault is not None:
-            raise self._fault
-        work = self._work
-        try:
-            if work is not None:
-                work.wait(timedelta(seconds=self._group.timeout_seconds))
-        finally:
-            self._work = None  # a second wait of gloo would never end
+    for index in indices:
+        with suppress(RuntimeError):
+            group.recv([torch.zeros(1, dtype=torch.uint8)], index, _END_TAG).wait(_MOMENT)
 
 
 def _open_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:

@@ -1,4 +1,4 @@
-"""How values travel from all ranks of a group to the first: through whom, and equal ones as one.
+"""How values travel from all ranks of a group to the first: through whom, equal ones as one, and arriving.
 
 The ranks are numbered from 0 and form a binomial tree: each reports to the one whose number lacks its lowest
 bit, and speaks for itself and for those that follow it, up to the next that reports to the same or another.
@@ -6,7 +6,21 @@ bit, and speaks for itself and for those that follow it, up to the next that rep
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
 from dist_env.encoding import decode_value
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dist_env.control_group import ControlGroup
+
+HEAD = 8
+"""Bytes in front of a message that tell its size."""
+LOOK_SECONDS = 0.2
+"""How often a wait looks for what went wrong."""
 
 BYTES_PER_VALUE = 64
 """More than a table has for a value and one row of its ranks, beside the value itself."""
@@ -80,3 +94,51 @@ def _covers(table: dict[object, object], ranks: range) -> bool:
     rows.sort()
     met = [begin for begin, _ in rows] + [ranks.stop] == [ranks.start, *(end for _, end in rows)]
     return met and all(begin < end for begin, end in rows)
+
+
+class Arrival:
+    """A receive that can be waited for like a collective: one of gloo completes only in its wait.
+
+    That cannot be interrupted by Ctrl-C, and closes every connection of the group when it times out.
+
+    Args:
+        group: Where it comes in.
+        index: Position of the rank that sends it.
+        work: What the start of the receive returned.
+        memory: Where it goes; not all zero in front.
+    """
+
+    def __init__(self, group: ControlGroup, index: int, work: dist.Work, memory: bytearray) -> None:
+        self.memory = memory
+        self.has_begun = False
+        self._group = group
+        self._index = index
+        self._work: dist.Work | None = work
+        self._end = time.monotonic() + group.timeout_seconds
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        self._fault: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        """Whether it has begun to arrive, or will not."""
+        if self.has_begun or any(self.memory[:HEAD]):
+            return True
+        if (now := time.monotonic()) < self._next_look:
+            return False
+        self._next_look = now + LOOK_SECONDS
+        fault = self._group.fault(self._index)
+        if fault is None and now >= self._end:
+            fault = RuntimeError(f"nothing came from {self._group.name(self._index)}")
+        # It may have come before the connection broke.
+        self._fault = None if any(self.memory[:HEAD]) else fault
+        return self._fault is not None
+
+    def wait(self) -> None:
+        """Wait for the rest."""
+        if self._fault is not None:
+            raise self._fault
+        work = self._work
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=self._group.timeout_seconds))
+        finally:
+            self._work = None  # a second wait of gloo would never end

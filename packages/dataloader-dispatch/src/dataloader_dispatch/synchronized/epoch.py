@@ -78,12 +78,6 @@ class Exchange(ControlGroup):
             except RuntimeError as error:  # raised by a signal handler: the exchange is still under way
                 self._interruption = error
 
-    def close(self) -> None:
-        """Close the connections of this rank; not collective."""
-        if self._work is not None and not self._work.is_completed():
-            self._is_torn = True  # nobody waits for it any more, and the group would until its timeout
-        super().close()
-
     def take_interruption(self) -> Exception | None:
         """What was raised during an exchange, if anything was."""
         error, self._interruption = self._interruption, None
