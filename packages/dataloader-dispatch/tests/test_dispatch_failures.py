@@ -71,6 +71,14 @@ def test_ctrl_c_on_one_rank_that_waits_ends_all(launch: Callable[..., list[Any]]
     assert ranks[0].note["rank"] == 1
 
 
+def test_a_rank_that_closes_first_takes_nothing_from_one_that_is_behind(
+    launch: Callable[..., list[Any]],
+) -> None:
+    ranks = launch("dispatch_failing.py", 2, "left behind")
+    assert [(rank.code, rank.err) for rank in ranks] == [(0, "")] * 2
+    assert [rank.note for rank in ranks] == [{"taken": [0, 2, 4, 6], "rank": 1}, {"taken": [1, 3, 5, 7]}]
+
+
 def test_leaving_behind_a_destroyed_group_is_quiet(launch: Callable[..., list[Any]]) -> None:
     ranks = launch("dispatch_failing.py", 2, "destroy")
     assert [(rank.code, rank.out, rank.err) for rank in ranks] == [(0, "", "")] * 2

@@ -100,6 +100,25 @@ def dropped_while_traced(dispatcher: list[DataloaderDispatcher[Any]]) -> None:
     dist.barrier()
 
 
+def left_behind(dispatcher: DataloaderDispatcher[Any]) -> None:
+    """Rank 1 takes four batches and closes, before rank 0 takes its first."""
+    passes = iter(dispatcher)
+    taken: list[int] = []
+    if RANK == 1:
+        taken = [int(next(passes)[0]) for _ in range(4)]
+        dispatcher.close()
+        tell({"taken": taken})
+    dist.barrier()
+    if RANK == 0:
+        try:
+            for batch in passes:
+                taken.append(int(batch[0]))
+                time.sleep(0.2)
+        except RankFailedError as error:
+            tell({"taken": taken[:4], "rank": error.rank})
+    dist.barrier()
+
+
 def loader() -> Any:
     if RANK != 0:
         return None
@@ -116,6 +135,9 @@ if MODE.startswith("traced"):
     held = [dispatcher]
     del dispatcher
     dropped_while_traced(held)
+    sys.exit()
+if MODE == "left behind":
+    left_behind(dispatcher)
     sys.exit()
 if MODE == "interrupt" and RANK == 1:
     interrupt()

@@ -150,12 +150,11 @@ class Source:
         """This rank's next round of a pass, without batches at its end."""
         start = time.monotonic()
         with self._changed:
-            while True:
+            # What is ready was sent to all: a rank that took it, and left, is missed only behind it.
+            while not (self._is_current(generation) and self._ready):
                 self._check_usable()
                 if not self._is_current(generation):
                     raise outdated()
-                if self._ready:
-                    break
                 if not self._changed.wait(_LOOK_SECONDS) and self._broken is None:
                     self._look(time.monotonic() - start)
             item = self._ready[0]
