@@ -160,7 +160,8 @@ Pretrain = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(scope="module")
 def warm() -> Iterator[WarmStart]:
     """Starts `llama-pretrain`, which takes longer to import than these runs train."""
-    start = WarmStart(["llama_pretrain", "trainer_core", "trainer_ddp"], os.environ)
+    modules = ["llama_pretrain.train", "trainer_core", "trainer_ddp", "torch._dynamo", "matplotlib.figure"]
+    start = WarmStart(modules, os.environ)
     yield start
     start.close()
 

@@ -241,6 +241,7 @@ def test_what_only_the_processes_can_see_is_wrong_input_too(work: Path) -> None:
     assert "collects" not in out
 
 
+@pytest.mark.full
 def test_a_tracker_that_one_rank_lacks_is_refused_on_all(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hides = "import os, sys\nif os.environ.get('RANK') == '1':\n    sys.modules['wandb'] = None\n"
     (work / "site").mkdir()

@@ -33,6 +33,7 @@ def verify(work: Path, *options: str, **variables: str) -> tuple[int, str, dict[
     return done.returncode, done.stdout + done.stderr, {f"{each.part} {each.name}": each for each in checks}
 
 
+@pytest.mark.full
 def test_two_processes(tmp_path: Path) -> None:
     code, said, checks = verify(tmp_path, "--processes", "2", "--layouts", "dp=2", "--parts", "devices,curve")
     assert code == 0, said

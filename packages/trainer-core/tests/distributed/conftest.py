@@ -20,7 +20,8 @@ Launch = Callable[[str, int], list[dict[str, Any]]]
 @pytest.fixture(scope="session")
 def _warm() -> Iterator[WarmStart]:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    start = WarmStart(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "trainer_core"], env)
+    modules = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "trainer_core"]
+    start = WarmStart(modules, env)
     yield start
     start.close()
 
