@@ -27,6 +27,6 @@ def environ() -> dict[str, str]:
 def warm(environ: dict[str, str]) -> Iterator[WarmStart]:
     """Starts `llama_pretrain`."""
     trainers = ("trainer_ddp", "trainer_fsdp2", "trainer_pipeline")
-    start = WarmStart(["llama_pretrain.train", *trainers, "torch._dynamo"], environ)
+    start = WarmStart(["llama_pretrain.train", *trainers, "torch._dynamo", "matplotlib.figure"], environ)
     yield start
     start.close()

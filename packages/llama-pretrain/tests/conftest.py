@@ -106,7 +106,7 @@ class Started:
 @pytest.fixture(scope="session")
 def _warm() -> Iterator[WarmStart]:
     trainers = ("trainer_ddp", "trainer_fsdp2", "trainer_pipeline")
-    start = WarmStart(["llama_pretrain.train", *trainers, "torch._dynamo"], _environ())
+    start = WarmStart(["llama_pretrain.train", *trainers, "torch._dynamo", "matplotlib.figure"], _environ())
     yield start
     start.close()
 
