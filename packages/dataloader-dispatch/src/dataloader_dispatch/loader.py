@@ -42,7 +42,7 @@ def has_epochs(part: object) -> TypeGuard[HasEpochs]:
     return callable(getattr(part, "set_epoch", None))
 
 
-def set_loader_epoch(loader: object, epoch: int) -> None:
+def set_loader_epoch(loader: Iterable[object] | None, epoch: int) -> None:
     """Tell a loader which epoch begins, or, where it has no ``set_epoch``, its parts that have one.
 
     Parts are dataset, batch sampler and samplers, those of a loader that this one wraps, and what a dataset
@@ -53,7 +53,7 @@ def set_loader_epoch(loader: object, epoch: int) -> None:
     the copies of the first pass, of which a warning tells; only the loaders of this package begin them anew.
 
     Args:
-        loader: Any loader.
+        loader: Any loader; None where there is not one.
         epoch: The epoch, from 0.
     """
     for listener in epoch_listeners(loader):
@@ -425,7 +425,7 @@ def sync_dataset_state_from_dataloader(loader: Iterable[object]) -> bool:
     return True
 
 
-def end_workers(loader: object, batches: object = None) -> None:
+def end_workers(loader: Iterable[object] | None, batches: Iterable[object] | None = None) -> None:
     """End the worker processes of a pass over a loader that is not taken to its end; the position stays.
 
     torch ends them when the pass is collected. A loader that keeps its iterator puts that off, and so does an
@@ -433,7 +433,8 @@ def end_workers(loader: object, batches: object = None) -> None:
     does it by itself.
 
     Args:
-        loader: Any loader, also one that wraps another, as in `sync_dataset_state_from_dataloader`.
+        loader: Any loader, also one that wraps another, as in `sync_dataset_state_from_dataloader`; None
+            where there is not one.
         batches: The pass, of which no more batches are taken; None if only the loader knows it.
     """
     if isinstance(batches, Generator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dist_env import DistributedEnvInterface
 
@@ -55,7 +55,7 @@ class TrainerState:
     it."""
     train_loss_count: float = 0.0
     """What counted in it."""
-    log_history: list[dict[str, object]] = field(default_factory=list)
+    log_history: list[dict[str, Any]] = field(default_factory=list)
     """Every log entry of the run, those of earlier sessions included."""
     best_metric: float | None = None
     """Best value so far of the metric that ranks checkpoints."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..uncertainty import MeanInterval, interval_json
 from .gpu_health import GPUHealth
@@ -14,7 +14,7 @@ from .report import FleetReport, JobReport, iso
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | int | bool | None"
 
 
-def report_as_json(report: FleetReport, price: float | None = None) -> dict[str, Json]:
+def report_as_json(report: FleetReport, price: float | None = None) -> dict[str, Any]:
     """Return the report as what `json` can write: shares from 0 to 1, differences in percentage points.
 
     Times are ISO 8601 in UTC. What is not known is None.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, Union
 
 JsonValue: TypeAlias = Union[str, int, float, bool, "list[JsonValue]", "dict[str, JsonValue]", None]
-LogEntry: TypeAlias = dict[str, JsonValue]
+LogEntry: TypeAlias = dict[str, Any]
 
 
 def is_training(record: Mapping[str, object]) -> bool:

@@ -248,7 +248,7 @@ def _input_tokens(batch: Batch, positions: Tensor) -> Tensor | int:
     return positions.numel()
 
 
-EvalMetric = Callable[[object, Tensor], tuple[Tensor, Tensor]]
+EvalMetric = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 """`(predictions, labels) -> (sum, count)`, both scalars; the metric is sum over count, over all batches.
 Sums are kept and predictions dropped, so memory does not grow with the evaluation set."""
 
@@ -328,7 +328,7 @@ def loaders_of(sets: EvaluationSets | None) -> Iterable[Batch] | Mapping[str, It
     return loaders.get("", loaders or None)
 
 
-Collator = Callable[[list[object]], Batch]
+Collator = Callable[[list[Any]], Batch]
 
 
 def train_loader(

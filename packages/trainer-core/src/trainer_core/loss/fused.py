@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -327,7 +328,7 @@ class FusedLinearCrossEntropy(NextTokenLoss):
         values = self._bypass.hidden_states(model, inputs)
         return HiddenStates(values, _autocast_dtype(values))
 
-    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+    def on_targets(self, predictions: Any, targets: Tensor) -> Tensor:
         """Sum of the losses over what `make_targets` made, or any part of it.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -249,7 +250,7 @@ class HiddenStatesLoss:
         """Run the model up to its output head: hidden states [batch, sequence, features]."""
         return self._bypass.hidden_states(model, inputs)
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses: float32 scalar."""
         return self.loss(predictions, labels)
 
@@ -263,7 +264,7 @@ class HiddenStatesTargetLoss(HiddenStatesLoss):
         """What the prediction at each place is compared with, in the shape of the labels."""
         return self.loss.make_targets(labels)
 
-    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+    def on_targets(self, predictions: Any, targets: Tensor) -> Tensor:
         """Sum of the losses: float32 scalar."""
         return self.loss.on_targets(predictions, targets)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ class MeanLoss:
         """What the mean is over: scalar; 0 for labels of which none counts, as of a batch that fills up."""
         return counted_of(self._count, labels)
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Mean times count; 0 with a gradient of 0 where nothing counts, as such a mean is not a number.
 
         Args:
@@ -168,9 +169,7 @@ class OutputMeanLoss:
             sum of their weights. Labels of -100, and floating ones that are not a number, must not be in it.
     """
 
-    def __init__(
-        self, function: Callable[[object, Tensor], Tensor], count: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], count: Callable[[Tensor], Tensor]) -> None:
         self.function = function
         self._count = count
 
@@ -182,7 +181,7 @@ class OutputMeanLoss:
         """Run the model; everything it returns goes to the function."""
         return model(**inputs)
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Mean times count; 0 with a gradient of 0 where nothing counts, as such a mean is not a number.
 
         Args:
@@ -280,7 +279,7 @@ class ModelLoss:
         # The mean over nothing is not a number, nor is its gradient; `__call__` takes this one times 0.
         return model(**inputs, labels=countable(labels, self.count(labels)))
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses.
 
         Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -316,7 +316,7 @@ class RoutedLoss:
         with self.routers.watching():
             return predict(self.loss, model, inputs, labels)
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses; its gradient has that of the routers."""
         return _with_gradient_of(self.loss(predictions, labels), self.added(labels))
 
@@ -343,7 +343,7 @@ class RoutedTargets(OnTargets):
         with self.routers.watching():
             return super().predict(model, inputs, labels)
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses of targets; its gradient has that of the routers."""
         return _with_gradient_of(super().__call__(predictions, labels), self.added(labels))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -78,11 +78,11 @@ class ClassificationLoss:
         """The labels: each is compared with the prediction at its place."""
         return labels
 
-    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+    def on_targets(self, predictions: Any, targets: Tensor) -> Tensor:
         """Sum of the losses, as a call has it."""
         return self(predictions, targets)
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses.
 
         Args:
@@ -180,11 +180,11 @@ class RegressionLoss:
         """The labels: each is compared with the prediction at its place."""
         return labels
 
-    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+    def on_targets(self, predictions: Any, targets: Tensor) -> Tensor:
         """Sum of the losses, as a call has it."""
         return self(predictions, targets)
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses.
 
         Args:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import cache
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class TokenLoss(Protocol):
         Of a weighted mean it is the sum of the weights, a floating scalar.
         """
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses of these positions: float32 scalar."""
 
 
@@ -57,7 +57,7 @@ class TargetLoss(TokenLoss, Protocol):
     def make_targets(self, labels: Tensor) -> Tensor:
         """What the prediction at each place is compared with: in the shape of the labels, on their device."""
 
-    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+    def on_targets(self, predictions: Any, targets: Tensor) -> Tensor:
         """Sum of the losses, as `__call__` has it of labels: float32 scalar."""
 
 
@@ -102,7 +102,7 @@ class OnTargets:
         """Run a model for the loss; likewise with targets."""
         return predict(self.loss, model, inputs, labels)
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses of targets, which stand where labels do: float32 scalar."""
         return self.loss.on_targets(predictions, labels)
 
@@ -304,10 +304,10 @@ class NextTokenLoss(ABC):
         return next_tokens(labels)
 
     @abstractmethod
-    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+    def on_targets(self, predictions: Any, targets: Tensor) -> Tensor:
         """Sum of the losses over what `make_targets` made, or any part of it: float32 scalar."""
 
-    def __call__(self, predictions: object, labels: Tensor) -> Tensor:
+    def __call__(self, predictions: Any, labels: Tensor) -> Tensor:
         """Sum of the losses.
 
         Args:
@@ -338,7 +338,7 @@ class CausalLMLoss(NextTokenLoss):
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
 
-    def on_targets(self, predictions: object, targets: Tensor) -> Tensor:
+    def on_targets(self, predictions: Any, targets: Tensor) -> Tensor:
         """Sum of the losses over what `make_targets` made, or any part of it.
 
         Args:
