@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 from typing import get_type_hints
@@ -11,7 +12,7 @@ import yaml
 
 from llama_pretrain import PretrainArguments
 from llama_pretrain.experiment import TRAINERS
-from llama_pretrain.settings import resolve, train_parser
+from llama_pretrain.settings import _reader, resolve, train_parser
 from trainer_core import ConfigurationError, field_docs
 from trainer_ddp import CompressionArguments, DDPArguments, PostLocalSGDArguments
 from trainer_pipeline import PipelineArguments
@@ -154,6 +155,13 @@ def test_a_mistyped_option_is_one_line(words: str, message: str, capsys: pytest.
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("kinds", [(dict[str, int],), (dict[str, int], type(None))])
+def test_a_table_that_may_be_left_out_is_named_once(kinds: tuple[object, ...]) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        _reader(kinds)("momentum")
+    assert str(caught.value) == "'momentum' is not name=value,... or none"
 
 
 @pytest.mark.parametrize(

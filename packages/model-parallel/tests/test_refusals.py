@@ -11,7 +11,11 @@ import torch
 from decoder import Decoder
 from torch import nn
 
+from dist_env import Meshes, ParallelLayout, fake_job
 from model_parallel import PlanError, check_plan, tensor_plan
+from model_parallel.experts import Dispatched
+from model_parallel.plan import as_kind
+from model_parallel.styles import Colwise, Vocabulary
 
 PLAN = Decoder().tp_plan
 
@@ -139,3 +143,16 @@ def test_every_rank_raises_and_none_hangs(refused: list[Any], name: str) -> None
 
         assert re.search(message, text), text
         assert seconds < 5.0
+
+
+def test_a_module_of_another_class_than_its_style_is_named() -> None:
+    with pytest.raises(TypeError, match=r"lm_head is of the class Embedding, and .* only Linear. Give it"):
+        as_kind(nn.Embedding(3, 3), nn.Linear, "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("style", "named"), [(Colwise, "width"), (Vocabulary, "first.*count.*size"), (Dispatched, "here")]
+)
+def test_a_style_cannot_be_made_without_its_sizes(style: Any, named: str) -> None:
+    with fake_job(2), pytest.raises(TypeError, match=named):
+        style(Meshes(ParallelLayout(tensor=2)).tensor)

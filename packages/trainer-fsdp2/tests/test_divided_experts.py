@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from dist_env import fake_job
 from trainer_core import ConfigurationError
 from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
+from trainer_fsdp2.full_sharding import _dimension_of
 
 
 class Experts(nn.Module):
@@ -112,6 +113,14 @@ def test_weights_that_nothing_divides_are_refused(tmp_path: Path) -> None:
         ConfigurationError, match=r"2 ranks with the same experts' cannot share out up of the shape"
     ):
         trainer_of(tmp_path, 4, "shard=4,ep=2", Model(2, 5, 7))
+
+
+@pytest.mark.parametrize("count", [None, "4"])
+def test_experts_that_do_not_say_how_many_they_are_are_refused(count: object) -> None:
+    module = nn.Module()
+    module.num_experts = count  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=rf"num_experts={count!r} of Module must be a whole number.* Set it"):
+        _dimension_of(module, ranks=2)
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(4, "shard=4,ep=2"), (4, "shard=4,ep=4"), (6, "shard=6,ep=2")])

@@ -107,7 +107,10 @@ class FabricLoader(DataLoader[Any]):
         """Epoch of the next batch to be read, if the loader has ``epoch``."""
         source = self._of_this_rank()
         if not _counts_epochs(source):
-            raise AttributeError(f"The {type(source).__name__} does not tell its epoch.")
+            raise AttributeError(
+                f"The {type(source).__name__} has no attribute epoch for {type(self).__name__} to read. "
+                "Use a StreamLoader, which has it, or count the passes where you iterate."
+            )
         return source.epoch
 
     def state_dict(self) -> dict[str, object]:

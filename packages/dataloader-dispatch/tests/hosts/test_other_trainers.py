@@ -227,6 +227,19 @@ def test_what_has_no_position_or_another_rank_is_refused_by_name(cls: Any) -> No
         next(iter(cls(stream()).dataset))
 
 
+@pytest.mark.parametrize("cls", [FabricLoader, LightningLoader])
+def test_a_loader_that_does_not_count_epochs_is_named_with_one_that_does(cls: Any) -> None:
+    class Positioned(list[int]):
+        def state_dict(self) -> dict[str, object]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            pass
+
+    with pytest.raises(AttributeError, match=r"Positioned has no attribute epoch.* Use a StreamLoader"):
+        _ = cls(Positioned()).epoch
+
+
 def test_a_trainer_that_would_misread_the_loader_is_refused_by_name(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 

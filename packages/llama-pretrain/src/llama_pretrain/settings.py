@@ -478,7 +478,10 @@ def _expected(kinds: tuple[object, ...]) -> str:
         tuple[str, ...]: "name,...",
         tuple[int, ...]: "number,...",
     }
-    return " or ".join(_word(kind, words, "name=value,... or none") for kind in kinds)
+    told = [_word(kind, words, "name=value,...") for kind in kinds]
+    # The empty table is written as none, too, whether or not the setting may be None.
+    empty = ["none"] if any(get_origin(kind) is dict for kind in kinds) else []
+    return " or ".join(dict.fromkeys([*told, *empty]))
 
 
 def _metavar(kinds: tuple[object, ...]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -192,7 +192,7 @@ class Dispatched(Style):
     """
 
     same_tokens: DeviceMesh | None = None
-    here: int = 0
+    here: int = field(kw_only=True)
 
     def placement(self, name: str) -> Placement:
         """By experts."""

@@ -208,15 +208,15 @@ def module_at(model: nn.Module, name: str) -> Any:
     return model.get_submodule(name)
 
 
-def as_kind(module: nn.Module, kind: type[M]) -> M:
-    """A module as what its style is for.
+def as_kind(module: nn.Module, kind: type[M], name: str) -> M:
+    """A module, called so in the model, as what its style is for.
 
     Raises:
         TypeError: It is something else, which whoever examined the plan has refused.
     """
     if not isinstance(module, kind):
         raise TypeError(
-            f"A module is a {type(module).__name__}, and must be a {kind.__name__} to be divided in its "
-            "style. Give it another style, such as 'replicate'."
+            f"The module {name} is of the class {type(module).__name__}, and its style in the plan divides "
+            f"only {kind.__name__}. Give it another style there, such as 'replicate'."
         )
     return module

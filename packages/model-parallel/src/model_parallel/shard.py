@@ -184,7 +184,7 @@ def _style_of(
     style, tensor, rank = structure.styles[name], mesh.size(), mesh.get_local_rank()
     if style in ("colwise", "colwise_gather_output", "packed_colwise"):
         rows: Tensor | slice | None = None
-        width = as_kind(module, nn.Linear).out_features
+        width = as_kind(module, nn.Linear, name).out_features
         if is_shared_head(structure, name, tensor):
             # Ranks that share a head are neighbours, as their queries are.
             size = width // structure.heads[name]
@@ -201,17 +201,17 @@ def _style_of(
         output = "gathered" if style == "colwise_gather_output" else "local"
         if name == structure.head and loss:
             output = "logits"
-        return Colwise(mesh, sequence, output, scope, rows, width)
+        return Colwise(mesh, sequence, output, scope, rows, width=width)
     if style in ("rowwise", "rowwise_split_input"):
         return Rowwise(mesh, sequence, style == "rowwise_split_input", scope)
     if style == "embedding_rowwise":
-        embedding = as_kind(module, nn.Embedding)
+        embedding = as_kind(module, nn.Embedding, name)
         first, count = local_size(embedding.num_embeddings, tensor, rank)
         if embedding.padding_idx is not None:
             # Only the gradient of that row depends on it; it counts this rank's rows now.
             here = first <= embedding.padding_idx < first + count
             embedding.padding_idx = embedding.padding_idx - first if here else None
-        return Vocabulary(mesh, sequence, first, count, embedding.num_embeddings)
+        return Vocabulary(mesh, sequence, first=first, count=count, size=embedding.num_embeddings)
     in_layer = structure.layer_of(name) is not None
     if style == "replicated_with_grad_allreduce":
         return Whole(mesh, sequence, sum_gradients=True, name=name, scope=scope)
@@ -290,7 +290,7 @@ def _tie(model: nn.Module, one: tuple[str, str], other: tuple[str, str]) -> None
         f"{here} = {there}."
     )
     for (name, own), (name_there, own_there) in ((one, other), (other, one)):
-        as_kind(module_at(model, name), Styled)._tensor_ties.append(
+        as_kind(module_at(model, name), Styled, name)._tensor_ties.append(
             (own, module_at(model, name_there), own_there, message)
         )
 

@@ -126,7 +126,7 @@ class Colwise(Style):
     output: str = "local"
     scope: Scope | None = None
     rows: Tensor | slice | None = None
-    width: int = 0
+    width: int = field(kw_only=True)
 
     def placement(self, name: str) -> Placement:
         """By rows, unless all of them are everywhere."""
@@ -197,9 +197,9 @@ class Vocabulary(Style):
         size: How many all ranks have together.
     """
 
-    first: int = 0
-    count: int = 0
-    size: int = 0
+    first: int = field(kw_only=True)
+    count: int = field(kw_only=True)
+    size: int = field(kw_only=True)
 
     def placement(self, name: str) -> Placement:
         """By rows."""

@@ -357,7 +357,8 @@ def _checked_adapters(run: Run) -> _WithAdapters:
     """The model, unless its adapters would be saved in parts."""
     model = run.built.model
     if not has_adapters(model):
-        raise TypeError(f"{type(model).__name__} has no adapters of peft to save.")
+        hint = "Return what get_peft_model makes from model_init, or write the whole model with save_model."
+        raise TypeError(f"{type(model).__name__} has no adapters of peft to save. {hint}")
     if run.ranks.layout.pipeline > 1:
         raise ConfigurationError(
             "mesh",

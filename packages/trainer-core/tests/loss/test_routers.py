@@ -241,6 +241,13 @@ def test_what_is_a_router() -> None:
     assert not is_router(block)
 
 
+def test_a_router_without_its_numbers_is_told_which_to_set() -> None:
+    router = nn.Linear(3, 3)
+    router.num_experts = 3  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"Linear has num_experts=3, top_k=None, and both .* Set both in"):
+        router_shape(router)
+
+
 class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __init__(self) -> None:
         self.rows = [batch(8, 11)["input_ids"][row] for row in range(8)]

@@ -161,6 +161,17 @@ def test_complex_matrices_are_refused(arguments):
         build_optimizer(arguments(optim="muon"), layer)
 
 
+def test_the_class_itself_refuses_complex_matrices():
+    matrix = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.complex64))
+    with pytest.raises(ConfigurationError, match=r"complex .*, and one of the shape \[4, 6\] is complex64"):
+        Muon([matrix])
+
+
+def test_a_matrix_without_a_gradient_is_told_by_its_shape():
+    with pytest.raises(RuntimeError, match=r"shape \[4, 6\] has no gradient.* Call backward\(\) before"):
+        muon_module._gradient(torch.nn.Parameter(torch.zeros(4, 6)))
+
+
 def test_options_and_groups_are_those_given(named_net, arguments):
     given = {"lr": 0.02, "weight_decay": 0.3, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "original"}
     groups = {"layers.1.*": {"lr": 1e-3}, "embed.*": {"betas": (0.8, 0.9)}}

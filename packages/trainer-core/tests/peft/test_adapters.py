@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from checkpoint_core import CheckpointError
 from trainer_core import ConfigurationError, PaddingCollator, Trainer
+from trainer_core.checkpointing import save_adapters
 
 ROWS = [{"input_ids": list(range(1 + start, 3 + start + start % 5))} for start in range(32)]
 IDS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -84,6 +85,12 @@ def test_adapters_that_are_there_are_kept(make: MakeTrainer, tmp_path: Path) -> 
     again.load_checkpoint()
     again.save_model(str(target))
     assert torch.equal(logits_of(PeftModel.from_pretrained(base(), target)), logits_of(trainer.model))
+
+
+def test_a_model_without_adapters_is_told_how_to_be_saved(make: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make(model_init=base)
+    with pytest.raises(TypeError, match=r"LlamaForCausalLM has no adapters .* Return what get_peft"):
+        save_adapters(trainer._prepare(), str(tmp_path / "adapters"), None, overwrite=False)
 
 
 def test_adapters_that_are_not_trained_are_exported_too(make: MakeTrainer, tmp_path: Path) -> None:

@@ -319,7 +319,10 @@ def _dimension_of(experts: nn.Module, ranks: int) -> Callable[[nn.Parameter], Sh
 
     count = experts.num_experts
     if not isinstance(count, int):
-        raise TypeError(f"num_experts of {type(experts).__name__} must be a number.")
+        raise TypeError(
+            f"num_experts={count!r} of {type(experts).__name__} must be a whole number, how many experts the "
+            "module holds. Set it in its __init__, as in self.num_experts = 8."
+        )
     found: dict[nn.Parameter, int] = {}
     for name, parameter in experts.named_parameters():
         # By experts, or by what each of them has: torch shares out other dimensions than the first evenly.

@@ -106,7 +106,12 @@ def router_shape(router: nn.Module) -> RouterShape:
     corrected = getattr(router, "e_score_correction_bias", None) is not None
     sigmoid = corrected or getattr(router, "scores", None) == "sigmoid"
     if (numbers := _numbers(router)) is None:
-        raise TypeError(f"{type(router).__name__} must have the numbers num_experts and top_k of a router.")
+        told = ", ".join(f"{name}={getattr(router, name, None)!r}" for name in ("num_experts", "top_k"))
+        raise TypeError(
+            f"The router {type(router).__name__} has {told}, and both must be whole numbers: how many "
+            "experts it chooses from, and how many a token goes to. Set both in its __init__, as in "
+            "self.num_experts, self.top_k = 8, 2."
+        )
     return RouterShape(*numbers, sigmoid)
 
 

@@ -119,7 +119,8 @@ class Muon(optim.Muon):
         options: As of `torch.optim.Muon`.
 
     Raises:
-        ConfigurationError: If this torch has no longer the parts of Muon that are used here.
+        ConfigurationError: If this torch lacks the parts of Muon that are used here, or for a complex
+            parameter.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -132,6 +133,15 @@ class Muon(optim.Muon):
                 "train with whole copies (dp), or with optim='adamw'",
             )
         super().__init__(params, **options)
+        for matrix in (each for group in self.param_groups for each in group["params"]):
+            if matrix.is_complex():
+                raise ConfigurationError(
+                    "optim",
+                    "muon",
+                    f"does not support complex parameters, and one of the shape {list(matrix.shape)} is "
+                    f"{str(matrix.dtype).removeprefix('torch.')}",
+                    "train with optim='adamw', or give it another optimizer by `optimizer_groups`",
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -220,7 +230,10 @@ class Muon(optim.Muon):
 def _gradient(matrix: Tensor) -> Tensor:
     """The gradient of a matrix that is stepped."""
     if matrix.grad is None:
-        raise RuntimeError("a matrix without a gradient has nothing to step with.")
+        raise RuntimeError(
+            f"The matrix of the shape {list(matrix.shape)} has no gradient, and Muon steps by it. Call "
+            "backward() before step(), or leave the matrix out of the optimizer."
+        )
     return matrix.grad
 
 
