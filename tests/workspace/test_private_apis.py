@@ -60,3 +60,10 @@ def test_tests_that_the_page_names_exist(root: Path) -> None:
     named = set(re.findall(r"`((?:packages|tests)/[\w/.-]+\.py)`", PAGE.read_text()))
     assert named
     assert not [name for name in named if not (root / name).is_file()]
+
+
+def test_each_row_of_the_page_names_what_watches_it() -> None:
+    rows = re.findall(r"^\| `torch\.[\w.]+` \|.*$", PAGE.read_text(), re.MULTILINE)
+    assert rows
+    watched = re.compile(r"\| (?:`(?:packages|tests)/[\w/.-]+\.py`|the session `types`) \|$")
+    assert not [row for row in rows if not watched.search(row)]

@@ -156,3 +156,37 @@ def test_a_module_of_another_class_than_its_style_is_named() -> None:
 def test_a_style_cannot_be_made_without_its_sizes(style: Any, named: str) -> None:
     with fake_job(2), pytest.raises(TypeError, match=named):
         style(Meshes(ParallelLayout(tensor=2)).tensor)
+
+
+class Scaled(torch.Tensor):
+    """Quantized weights as libraries have them: a tensor that wraps its numbers and their scale."""
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)  # type: ignore[return-value]
+
+    def __init__(self, numbers: torch.Tensor, scale: torch.Tensor) -> None:
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: object) -> Scaled:
+        return Scaled(inner["numbers"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].numbers, args[0].scale)
+        raise AssertionError(f"{func} computes with quantized weights, which only their layer does")
+
+
+def test_quantized_weights_are_refused_before_they_are_divided() -> None:
+    model = Decoder()
+    weight = Scaled(torch.zeros(model.lm_head.weight.shape, dtype=torch.int8), torch.ones(()))
+    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(
+        PlanError, match=r"lm_head.weight is a Scaled, .* Divide the model first, and quantize it"
+    ):
+        check_plan(model, tensor=2)

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 
-from trainer_core import ConfigurationError, DataError, Trainer, TrainingArguments
+from dist_env import fake_job
+from trainer_core import Collective, ConfigurationError, DataError, Trainer, TrainingArguments
+from trainer_core.metrics.comm_bytes import CollectiveWatch
 
 VOCABULARY = 2**15
 WIDTH = 2**12
@@ -117,3 +121,13 @@ def test_without_data_there_is_no_step(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=1)
     with pytest.raises(DataError, match="needs a train_dataset"):
         Trainer(args, model_init=Wide, callbacks=[]).dry_run()
+
+
+def test_a_collective_that_names_its_group_is_counted_with_its_ranks() -> None:
+    with fake_job(4), CollectiveWatch() as watch:
+        group = dist.group.WORLD
+        assert group is not None
+        # As DTensor calls it, by the name of the group.
+        functional.wait_tensor(functional.all_reduce(torch.ones(3), "sum", group))
+        dist.all_reduce(torch.ones(3), group=group)
+    assert watch.found() == (Collective("all-reduce", ranks=4, calls=2, bytes=2 * 3 * 4),)
