@@ -127,7 +127,7 @@ class ControlGroup:
             raise DistributedEnvironmentError(
                 f"timeout_seconds={timeout_seconds!r} must be a positive, finite number, such as 60."
             )
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
         if not self.ranks:
             raise DistributedEnvironmentError("ranks is empty. Name the global ranks that take part.")
         self._is_torn = False

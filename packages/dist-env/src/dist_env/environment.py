@@ -119,7 +119,7 @@ class DistributedEnvironment:
                 f"WORLD_SIZE={self.world_size} needs torch.distributed, which this build of torch lacks. "
                 "Install a build that has it, or start one process."
             )
-        self.hostname = socket.gethostname()
+        self.hostname: str = socket.gethostname()
         self.master_port = self._variables.master_port
         self.device_map = device_map
         self.device = choose_device(
@@ -128,9 +128,9 @@ class DistributedEnvironment:
         self.backend = choose_backend(self.device, backend)
         self.always = always
         self.no_accelerator = no_accelerator
-        self.log_level = parse_level(log_level)
-        self.init_timeout = float(init_timeout)
-        self.training_timeout = float(training_timeout)
+        self.log_level: int = parse_level(log_level)
+        self.init_timeout: float = float(init_timeout)
+        self.training_timeout: float = float(training_timeout)
         self.flight_recorder, self._overruled = choose_directory(flight_recorder)
         self.coordinator: Coordinator | None = None
         self._recorder: FlightRecorder | None = None

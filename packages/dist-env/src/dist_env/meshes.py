@@ -55,15 +55,15 @@ class Meshes:
                 "started. Start as many, or change the layout."
             )
         self.layout = layout
-        self.mesh = _make_mesh(layout, device_type)
-        self.data = self._view("data", VIEWS["data"])
-        self.fsdp = self._view("fsdp", VIEWS["fsdp"])
-        self.loss = self._view("loss", VIEWS["loss"])
-        self.replicate = self.mesh["replicate"]
-        self.tensor = self.mesh["tensor"]
-        self.context = self.mesh["context"]
-        self.pipeline = self.mesh["pipeline"]
-        self.hsdp = self._replicas() if layout.replicate > 1 else None
+        self.mesh: DeviceMesh = _make_mesh(layout, device_type)
+        self.data: DeviceMesh = self._view("data", VIEWS["data"])
+        self.fsdp: DeviceMesh = self._view("fsdp", VIEWS["fsdp"])
+        self.loss: DeviceMesh = self._view("loss", VIEWS["loss"])
+        self.replicate: DeviceMesh = self.mesh["replicate"]
+        self.tensor: DeviceMesh = self.mesh["tensor"]
+        self.context: DeviceMesh = self.mesh["context"]
+        self.pipeline: DeviceMesh = self.mesh["pipeline"]
+        self.hsdp: DeviceMesh | None = self._replicas() if layout.replicate > 1 else None
         self.expert: DeviceMesh | None = None
         self.expert_fsdp: DeviceMesh | None = None
         self.expert_hsdp: DeviceMesh | None = None

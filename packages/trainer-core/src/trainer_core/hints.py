@@ -212,7 +212,7 @@ class InputHints:
     """A trainer that answers inputs which it does not have with what was probably meant."""
 
     arguments_class: ClassVar[type]
-    __signature__ = SignatureOfInit()
+    __signature__: ClassVar[SignatureOfInit] = SignatureOfInit()
 
     def __new__(cls, *unnamed: object, **given: object) -> Self:
         """Refuse what `__init__` does not take.

@@ -67,7 +67,7 @@ from .optimization import OptimizerFactory, OptimizerGroups, SchedulerFactory
 from .periodic import EXIT_RESUMABLE, Actions, StopRequests
 from .restarts import has_checkpoint_to_resume, leave_mark, settle_beginning
 from .run import Run, training_switches
-from .state import CallbackHandler, StopCause, TrainerControl, TrainOutput, fresh_state
+from .state import CallbackHandler, StopCause, TrainerControl, TrainerState, TrainOutput, fresh_state
 
 logger = get_logger(__name__)
 
@@ -152,11 +152,11 @@ class Trainer(InputHints):
         check_device(self.args, env)
         given = [*self.preset(), *listed(parallel)]
         layout = layout_of(self.args, given, env)
-        self.transforms = transforms_for(self.args, given, layout)
+        self.transforms: list[ModelTransform] = transforms_for(self.args, given, layout)
         """How the devices are used, in the order in which they are applied."""
-        self.ranks = Ranks(env, layout)
+        self.ranks: Ranks = Ranks(env, layout)
         """The ranks of the job: where each stands in the layout, and what they agree on."""
-        self.placement = BatchPlacement(self.args, self.ranks)
+        self.placement: BatchPlacement = BatchPlacement(self.args, self.ranks)
         """Which rank gets which batches."""
         self._connect()
         check_cache_dir(self.args, self.ranks)
@@ -180,7 +180,7 @@ class Trainer(InputHints):
         )
         check_inputs(self.args, self._parts, self.ranks.layout)
         self.ranks.check_same(self._parts.facts())
-        self.state = fresh_state(self.args, env)
+        self.state: TrainerState = fresh_state(self.args, env)
         if callbacks is None:
             callbacks = self.default_callbacks()
         self._events = CallbackHandler(callbacks, self.args, self.state)

@@ -71,10 +71,10 @@ class Replicate(ReplicateGradients):
         post_local_sgd: PostLocalSGDArguments | None = None,
         diloco: DiLoCoArguments | None = None,
     ) -> None:
-        self.ddp = ddp or DDPArguments()
-        self.compression = compression or CompressionArguments()
-        self.post_local_sgd = post_local_sgd or PostLocalSGDArguments()
-        self.diloco = diloco or DiLoCoArguments()
+        self.ddp: DDPArguments = ddp or DDPArguments()
+        self.compression: CompressionArguments = compression or CompressionArguments()
+        self.post_local_sgd: PostLocalSGDArguments = post_local_sgd or PostLocalSGDArguments()
+        self.diloco: DiLoCoArguments = diloco or DiLoCoArguments()
         self._several = False
 
     def is_active(self, layout: ParallelLayout) -> bool:

@@ -70,7 +70,7 @@ class PipelineStages(ModelTransform):
         self._settings = settings
         self._splitter = splitter
         self._given_kind = None if schedule is None else kind_of_factory(schedule)
-        self.activation_specs = ActivationSpecs()
+        self.activation_specs: ActivationSpecs = ActivationSpecs()
         """What is known of the hidden states between stages."""
 
     @classmethod

@@ -181,7 +181,7 @@ class MinimalTrainingArguments:
     gradient_checkpointing: bool = False
     """Recompute every block in the backward pass; another name of activation_checkpointing=full."""
 
-    __signature__ = SignatureOfInit()
+    __signature__: ClassVar[SignatureOfInit] = SignatureOfInit()
 
     def __new__(cls, *unnamed: object, **given: object) -> Self:
         """Refuse what the class does not have, with the name that was probably meant.

@@ -54,9 +54,9 @@ class Ranks:
 
     def __init__(self, env: DistributedEnvInterface, layout: ParallelLayout | None = None) -> None:
         self.env = env
-        self.layout = layout or ParallelLayout(replicate=env.world_size)
-        self.device = env.device
-        self.coordinates = self.layout.coordinates(env.rank)
+        self.layout: ParallelLayout = layout or ParallelLayout(replicate=env.world_size)
+        self.device: torch.device = env.device
+        self.coordinates: dict[str, int] = self.layout.coordinates(env.rank)
         self.meshes: Meshes | None = None
         self._hosts: HostSums | None = None
 
