@@ -338,7 +338,8 @@ def types(session: nox.Session) -> None:
 @nox.session
 def workspace(session: nox.Session) -> None:
     """Test what holds for the repository as a whole."""
-    session.install("--group", "test")
+    # nox, as the tests of the matrix run cells.
+    session.install("--group", "test", f"nox{nox.needs_version}")
     session.run(*PYTEST_ALONE, "tests/workspace", *session.posargs, env=ENV)
 
 
@@ -379,6 +380,17 @@ def dependencies(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Run every session with all of its tests; weekly and at release."""
     session.run(sys.executable, "-m", "nox", *session.posargs, env={"FULL_TESTS": "1"})
+
+
+@nox.session(default=False, venv_backend="none", allow_parallel=False)
+def matrix(session: nox.Session) -> None:
+    """Test packages on each Python with the oldest and the pinned torch, and print the table.
+
+    `-- --packages dist-env,trainer-core --python 3.12 --torch 2.11.0` runs less, `--torch nightly` takes the
+    newest build of all indexes, `--out DIRECTORY` writes elsewhere than .nox/matrix. pytest gets what
+    follows a second `--`.
+    """
+    session.run(sys.executable, "tests/release/version_matrix.py", *session.posargs)
 
 
 @nox.session(name="first-hour", default=False)

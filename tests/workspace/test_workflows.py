@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import version_matrix
 import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 HOOKS = ROOT / ".pre-commit-config.yaml"
-# With what `nox -k` chooses by a part of their names.
-PACKAGE_TESTS = "tests"
+CI = ROOT / ".github" / "workflows" / "ci.yml"
 
 
 def sessions() -> dict[str, bool]:
@@ -39,13 +39,11 @@ def steps(workflow: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, 
 def named_sessions(workflow: dict[str, Any]) -> Iterator[str]:
     """The sessions that a workflow names, by itself or by its matrix."""
     for job, step in steps(workflow):
-        for option, name in re.findall(r"nox (-[sk]) (\$\{\{[^}]*\}\}|\S+)", step.get("run", "")):
+        for name in re.findall(r"nox -s (\$\{\{[^}]*\}\}|\S+)", step.get("run", "")):
             if name == "${{ matrix.session }}":
                 yield from job["strategy"]["matrix"]["session"]
-            elif option == "-s":
-                yield name
             else:
-                assert name == PACKAGE_TESTS
+                yield name
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -56,10 +54,29 @@ def test_a_workflow_names_sessions_that_exist(path: Path) -> None:
 
 
 def test_every_default_session_runs_for_a_change() -> None:
-    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    by_default = {name for name, default in sessions().items() if default and not name.startswith("tests-")}
-    assert not by_default - set(named_sessions(yaml.safe_load(text)))
-    assert f"nox -k {PACKAGE_TESTS}\n" in text
+    workflow = yaml.safe_load(CI.read_text())
+    by_default = {name for name, default in sessions().items() if default}
+    assert not by_default - set(named_sessions(workflow))
+    # Defined in loops: the tests of packages are cells of the matrix, and this one is a default by its name.
+    assert "matrix" in named_sessions(workflow)
+    assert 'BY_ITSELF = {"tests-dataloader-dispatch-ray"}\n' in (ROOT / "noxfile.py").read_text()
+    assert " tests-dataloader-dispatch-ray\n" in CI.read_text()
+
+
+def test_a_change_is_tested_on_every_python_and_torch() -> None:
+    jobs = yaml.safe_load(CI.read_text())["jobs"]
+    supported = {"python": version_matrix.pythons(), "torch": version_matrix.torches()}
+    nightly = supported["torch"].pop()
+    assert nightly == version_matrix.NIGHTLY
+    chosen = jobs["packages"]["strategy"]["matrix"]
+    assert {name: sorted(values) for name, values in chosen.items()} == {
+        name: sorted(values) for name, values in supported.items()
+    }
+    assert jobs["nightly"]["strategy"]["matrix"] == {"python": supported["python"]}
+    lines = [step["run"] for job in ("packages", "nightly") for step in jobs[job]["steps"] if "run" in step]
+    session = "uv run --only-group dev nox -s matrix -- --python ${{ matrix.python }} --torch"
+    assert f"{session} ${{{{ matrix.torch }}}}" in lines
+    assert f"{session} {nightly}" in lines
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
