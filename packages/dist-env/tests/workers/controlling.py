@@ -124,6 +124,8 @@ def sockets() -> int:
 
 def failing(env: DistributedEnvironment) -> None:
     group = ControlGroup(range(2), 600.0, doing="starting")
+    # Through the store: where the other rank is slow, its half of the connections may not be open yet.
+    barrier(env, timeout=60, tag="open")
     if env.rank == 1:
         group.close()
         time.sleep(1.0)
