@@ -41,7 +41,6 @@ def with_an_unfused_group(params):
 GATED = {
     "AdamW": fused_adamw,
     "Adam": lambda params: Adam(params, fused=True),
-    "Adagrad": lambda params: Adagrad(params, fused=True),
     "SGD": lambda params: SGD(params, lr=0.1, fused=True),
     "several": multi,
 }
@@ -51,6 +50,15 @@ READ = {
     "SGD with momentum": lambda params: SGD(params, lr=0.1, momentum=0.9, fused=True),
     "several": multi_mixed,
 }
+
+
+def fused_adagrad(params):
+    return Adagrad(params, fused=True)
+
+
+# The fused Adagrad of torch 2.11 has no flag; later ones announce theirs as the others do.
+KNOWS_THE_FLAG = hasattr(fused_adagrad([torch.zeros(1, requires_grad=True)]), "_step_supports_amp_scaling")
+(GATED if KNOWS_THE_FLAG else READ)["Adagrad"] = fused_adagrad
 ALL = {**{f"gated {k}": v for k, v in GATED.items()}, **{f"read {k}": v for k, v in READ.items()}}
 
 
