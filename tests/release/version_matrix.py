@@ -180,12 +180,13 @@ def run_cell(cell: Cell, out: Path, options: Sequence[str]) -> None:
     report.unlink(missing_ok=True)
     environments = out / "environments" / f"{cell.python}-torch-{cell.torch}"
     session = f"tests-{cell.package}"
-    nox = (sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "--envdir", str(environments))
+    # One job, so that the log is written as the tests run.
+    nox = (sys.executable, "-m", "nox", "-j", "1", "-f", str(ROOT / "noxfile.py"))
     env = {**os.environ, "NOX_PYTHONS": cell.python, "UV_CONFIG_FILE": str(settings)}
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
         done = subprocess.run(
-            [*nox, "-s", session, "--", f"--junitxml={report}", *options],
+            [*nox, "--envdir", str(environments), "-s", session, "--", f"--junitxml={report}", *options],
             env=env,
             stdout=stream,
             stderr=subprocess.STDOUT,
