@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,21 +20,26 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
 PIN = next(line for line in SETTINGS["constraint-dependencies"] if line.startswith("torch=="))
 
 
-def small_workspace(root: Path, body: str) -> Path:
-    """A workspace of one package, with a session of nox that runs its one test."""
+def run_small(place: Path, body: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the matrix, on 3.12, in a workspace of one package with these tests."""
+    root = place / "root"
     package = root / "packages" / "small"
-    (package / "tests").mkdir(parents=True)
+    script = root / "tests" / "release" / "version_matrix.py"
+    for folder in (package / "tests", script.parent):
+        folder.mkdir(parents=True)
+    shutil.copy(version_matrix.__file__, script)
+    shutil.copy(ROOT / "pyproject.toml", root)
     (package / "pyproject.toml").write_text('dependencies = ["torch>=2.11"]\n')
     (package / "tests" / "test_small.py").write_text(body)
-    # `pytest` is that of this environment: the real sessions install, which another test does.
+    # It runs the pytest of this environment; that the real sessions install, the matrix itself shows.
     (root / "noxfile.py").write_text(
         "import sys, nox\n"
         "@nox.session(name='tests-small', venv_backend='none')\n"
         "def tests(session):\n"
         "    session.run(sys.executable, '-m', 'pytest', 'packages', *session.posargs)\n"
     )
-    (root / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    return root
+    command = [sys.executable, str(script), "--python", "3.12", "--out", str(place / "out"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_another_torch_takes_the_place_of_the_pin() -> None:
@@ -77,25 +85,33 @@ def test_what_is_unknown_is_refused_with_the_choices(option: str, text: str, cho
         version_matrix.main([option, text])
 
 
-def test_cells_that_fail_end_no_others_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cells of one Python and two torches; the test of the second fails, by the settings uv would get."""
+def test_cells_that_fail_end_no_others_and_are_named(tmp_path: Path) -> None:
+    """Two cells, with one Python; a test of the first fails, by the settings that uv would get."""
     body = (
         "import os, pathlib\n"
         "def test_settings():\n"
-        "    assert 'torch==2.11.0' not in pathlib.Path(os.environ['UV_CONFIG_FILE']).read_text()\n"
+        f"    assert 'torch=={OLDEST}' not in pathlib.Path(os.environ['UV_CONFIG_FILE']).read_text()\n"
         "def test_python():\n"
         "    assert os.environ['NOX_PYTHONS'] == '3.12'\n"
     )
-    monkeypatch.setattr(version_matrix, "ROOT", small_workspace(tmp_path / "root", body))
-    cells = [Cell("small", "3.12", torch) for torch in ("2.11.0", PINNED)]
-    for cell in cells:
-        version_matrix.run_cell(cell, tmp_path, [])
-    text = version_matrix.write(cells, tmp_path, [])
-    assert [(cell.passed, cell.failed) for cell in cells] == [(1, 1), (2, 0)]
-    assert "| small | 3.12 | 2.11.0 (none) | 1 | 1 |" in text
-    assert "test_small::test_settings`" in text
-    told = json.loads((tmp_path / "matrix.json").read_text())
+    done = run_small(tmp_path, body, "--torch", f"{OLDEST},{PINNED}")
+    assert done.returncode == 1
+    bad = f"small-3.12-torch-{OLDEST}"
+    assert f"1 of 2 cells failed: {bad}. Their logs are in {tmp_path / 'out'}.\n" in done.stderr
+    assert f"| small | 3.12 | {OLDEST} (none) | 1 | 1 | 0 |" in done.stdout
+    assert f"| small | 3.12 | {PINNED} (none) | 2 | 0 | 0 |" in done.stdout
+    assert "test_small::test_settings`" in done.stdout
+    assert (tmp_path / "out" / "matrix.md").read_text() in done.stdout
+    told = json.loads((tmp_path / "out" / "matrix.json").read_text())
+    assert [(cell["passed"], cell["failed"]) for cell in told["cells"]] == [(1, 1), (2, 0)]
     assert [bool(cell["reason"]) for cell in told["cells"]] == [True, False]
+
+
+def test_a_cell_without_tests_does_not_pass(tmp_path: Path) -> None:
+    done = run_small(tmp_path, "def test(): pass\n", "--torch", PINNED, "--", "-k", "absent")
+    assert done.returncode == 1
+    assert "0 tests passed" in done.stdout
+    assert "Only a part of the tests ran: `-k absent`." in done.stdout
 
 
 def test_a_python_that_cannot_be_had_fails_its_cell_and_says_so(tmp_path: Path) -> None:
@@ -104,10 +120,3 @@ def test_a_python_that_cannot_be_had_fails_its_cell_and_says_so(tmp_path: Path) 
     assert cell.passed == 0
     assert "Python interpreter 3.1 not found" in cell.reason
     assert "hardware-table | 3.1 | pinned (none) | 0 | 0 | 0 |" in version_matrix.table([cell], [])
-
-
-def test_a_cell_without_tests_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_matrix, "ROOT", small_workspace(tmp_path / "root", "def test(): pass\n"))
-    cell = Cell("small", "3.12", PINNED)
-    version_matrix.run_cell(cell, tmp_path, ["-k", "absent"])
-    assert "0 tests passed" in cell.reason
