@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from trainer_core import ConfigurationError
 from trainer_pipeline import PipelineArguments, PipelinePlan, PipelineTrainingArguments, plan
 
+# Later releases send otherwise, which begins with a vote of the stages.
+FREES_EARLY = not hasattr(PipelineStage, "_warmup_forward_vote")
 WORKER = Path(__file__).parent / "workers" / "planned.py"
 NAMES = (
     "gpipe",
@@ -57,7 +60,10 @@ def test_peak_is_that_of_the_allocator(
         assert rank.peak >= (0.95 if name == "copies that share" else 0.99) * seen["peak"]
         # The batches are counted.
         batches = 2 * 8 * worker.ROWS * worker.LENGTH * worker.accumulation(name)
-        assert rank.peak <= 1.02 * seen["peak"] + batches
+        # And with torch 2.11 hidden states that the ranks have freed by then, up to one each way for a stage.
+        hidden = 4 * (worker.ROWS // 8) * worker.LENGTH * worker.WIDTH
+        freed = 2 * len(rank.stages) * hidden if FREES_EARLY else 0
+        assert rank.peak <= 1.02 * seen["peak"] + batches + freed
 
 
 def test_state_is_that_of_the_stages(worker: ModuleType, tmp_path: Path) -> None:
