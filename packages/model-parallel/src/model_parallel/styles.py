@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -83,8 +84,44 @@ def local_value(parameter: Tensor, mesh: DeviceMesh, *, sum_gradients: bool = Fa
             "A module was called whose parameters fully_shard has not gathered. Call the module that was "
             "given to fully_shard, and not a part of it, or give that part to fully_shard, too."
         )
-    local = parameter.to_local()
+    local = local_part(parameter) if _is_uneven(parameter) else parameter.to_local()
     return with_summed_gradient(local, mesh) if sum_gradients else local
+
+
+def _is_uneven(parameter: DTensor) -> bool:
+    """Whether strides that are guessed from this rank's part would not be those of the parameter."""
+    (placement,), ranks = parameter.placements, parameter.device_mesh.size()
+    return isinstance(placement, Shard) and placement.dim > 0 and parameter.shape[placement.dim] % ranks != 0
+
+
+class _LocalContext(FunctionCtx):
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _LocalPart(torch.autograd.Function):
+    """This rank's columns of a parameter, where the ranks have unequal numbers of them.
+
+    `to_local` guesses the strides of the gradient, as if they had equal ones. Then autograd copies it, and in
+    torch 2.11 the copy is the whole gradient, on each rank.
+    """
+
+    @staticmethod
+    def forward(ctx: _LocalContext, parameter: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
+        return parameter.to_local().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _LocalContext, gradient: Tensor) -> Tensor:
+        placed = (ctx.mesh, ctx.placements)
+        return DTensor.from_local(gradient, *placed, run_check=False, shape=ctx.shape, stride=ctx.stride)
+
+
+local_part: Callable[[DTensor], Tensor] = _LocalPart.apply
 
 
 @dataclass(eq=False)
