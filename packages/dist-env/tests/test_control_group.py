@@ -95,10 +95,12 @@ def test_why_a_rank_failed_is_told_also_where_its_connections_close_first(
 
 
 @CONNECTED
-def test_a_forked_child_ends(launch: Callable[..., Any], connected: str) -> None:
+def test_a_forked_child_ends_and_leaves_an_exchange_under_way_alone(
+    launch: Callable[..., Any], connected: str
+) -> None:
     job = launch("controlling.py", 2, "forked", connected)
     assert job.codes == [0, 0], job.err
-    assert job.notes == [{"drop": 0, "exit": 0, "after": [0, 1]}] * 2
+    assert job.notes == [{"close": 0, "drop": 0, "exit": 0, "after": [0, 1]}] * 2
 
 
 @CONNECTED
@@ -119,6 +121,12 @@ def test_closing_ends_where_gloo_does_not(launch: Callable[..., Any]) -> None:
     job = launch("controlling.py", 2, "unbreakable")
     assert job.codes == [0] * 2, job.err
     assert job.notes[0]["closed"] < WITHIN  # the timeout is 120 s
+
+
+def test_ctrl_c_while_waiting_or_closing_ends_where_gloo_does_not(launch: Callable[..., Any]) -> None:
+    job = launch("controlling.py", 2, "interrupted unbreakable")
+    assert job.codes == [0] * 2, job.err
+    assert max(job.notes[0]["waiting"], job.notes[0]["closing"]) < WITHIN  # the timeout is 120 s
 
 
 @CONNECTED

@@ -82,11 +82,14 @@ def _close_all() -> None:
 
 
 def _keep_in_child() -> None:
-    """A forked child must not destroy a group: that would wait for threads that a fork does not copy."""
+    """A forked child must not destroy a group: that would wait for threads that a fork does not copy.
+
+    Nor may it close one: the connections, and what gloo watches them with, are also those of its parent.
+    """
     for group in list(_open):
         if group.process_group is not None:
-            # Never given back, so that it outlives the modules, too.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.process_group))
+            group._keep(group.process_group)
+            group.process_group = None
     _open.clear()
 
 
@@ -271,8 +274,7 @@ class ControlGroup:
         except BaseException:  # Ctrl-C, too: `close` must know, and the error continues
             self._is_torn = True
             raise
-        finally:
-            self._collectives = [each for each in self._collectives if each is not work]
+        self._collectives = [each for each in self._collectives if each is not work]
 
     def _wait(self, doing: str, work: Transfer) -> None:
         pause, next_look = _SHORTEST_PAUSE, time.monotonic() + LOOK_SECONDS
@@ -368,15 +370,23 @@ class ControlGroup:
         """Close the connections of this rank; not collective."""
         group, self.process_group = self.process_group, None
         _open.discard(self)
-        # To close while others still send breaks their connections.
-        if group is None or (not self._is_torn and self._has_settled(_SETTLE_SECONDS)):
+        if group is None:
             return
-        _break_connections(group, [each for each in self._neighbors() if each != self.index])
-        if not self._has_settled(_SETTLE_SECONDS):
-            # A send that finds its connection reset may be forgotten by gloo, which waits for it until the
-            # timeout. So the group outlives this rank's part in it, with all that the exchange uses.
-            self._kept = group
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        try:
+            # To close while others still send breaks their connections.
+            if self._is_torn or not self._has_settled(_SETTLE_SECONDS):
+                _break_connections(group, [each for each in self._neighbors() if each != self.index])
+                self._has_settled(_SETTLE_SECONDS)
+        finally:  # after Ctrl-C, too
+            if not self._has_settled(0.0):
+                # A send that finds its connection reset may be forgotten by gloo, which waits for it until
+                # the timeout. So the group outlives this rank's part in it, with all that the exchange uses.
+                self._keep(group)
+
+    def _keep(self, group: dist.ProcessGroup) -> None:
+        """Have the connections, and the exchanges under way, outlive the modules, too."""
+        self._kept = group
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # never given back
 
     def _begun(self, collective: dist.Work) -> dist.Work:
         """Keep in mind a collective that has begun."""

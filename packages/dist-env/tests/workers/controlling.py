@@ -137,16 +137,20 @@ def failing(env: DistributedEnvironment) -> None:
 
 
 def forked(env: DistributedEnvironment) -> None:
-    """A child that was forked beside a group ends, whether it drops the group or leaves with it."""
+    """A child forked beside a group with an exchange under way leaves it alone, whichever way it ends."""
     held = [ControlGroup(range(2), 60.0, doing="starting")]
-    for how in ("drop", "exit"):
+    works = [] if env.rank else [held[0].all_reduce_max(torch.zeros(1, dtype=torch.uint8))]
+    for how in ("close", "drop", "exit"):
         child = os.fork()
         if child == 0:
-            if how == "drop":
-                held.clear()
-                gc.collect()
-                os._exit(0)
-            sys.exit(0)
+            if how == "exit":
+                sys.exit(0)
+            if how == "close":
+                held[0].close()
+            held.clear()
+            works.clear()
+            gc.collect()
+            os._exit(0)
         end = time.monotonic() + 30
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
             time.sleep(0.05)
@@ -154,6 +158,9 @@ def forked(env: DistributedEnvironment) -> None:
         if not ended[0]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+    barrier(env, timeout=60, tag="forked")
+    works = works or [held[0].all_reduce_max(torch.ones(1, dtype=torch.uint8))]
+    held[0].wait("reducing", works[0])
     notes["after"] = held[0].gather("saving", env.rank)
 
 
@@ -213,6 +220,24 @@ def unbreakable(env: DistributedEnvironment) -> None:
     barrier(env, timeout=150, tag="after")
 
 
+def interrupted_unbreakable(env: DistributedEnvironment) -> None:
+    """The same after Ctrl-C in the wait for the exchange, and with a second one while it closes."""
+    control_group._break_connections = lambda group, indices: None
+    for key in ("waiting", "closing"):
+        group = ControlGroup(range(2), 120.0, doing="starting")
+        if env.rank == 0:
+            work = group.all_reduce_max(torch.zeros(1, dtype=torch.uint8))
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            begin = time.monotonic()
+            with suppress(KeyboardInterrupt):
+                group.wait("reducing", work) if key == "waiting" else group.close()
+            group.close()
+            del group, work
+            gc.collect()
+            notes[key] = time.monotonic() - begin
+    barrier(env, timeout=150, tag="after")
+
+
 def opened_while_another_waits(env: DistributedEnvironment) -> None:
     """Rank 1 opens a group only after it has heard from a thread of rank 0, which opens already."""
     first = ControlGroup(range(2), 60.0, doing="starting")
@@ -266,6 +291,7 @@ SCENES = {
     "interrupted": interrupted,
     "abandoned": abandoned,
     "unbreakable": unbreakable,
+    "interrupted unbreakable": interrupted_unbreakable,
     "opened": opened_while_another_waits,
     "late": late,
 }
