@@ -44,6 +44,14 @@ def test_a_stuck_loader_is_named_within_the_timeout(launch: Callable[..., list[A
         assert 2.5 < rank.note["seconds"] < 45
 
 
+def test_a_loader_that_recovers_from_a_timeout_gives_no_rank_alone_more(
+    launch: Callable[..., list[Any]],
+) -> None:
+    for rank in launch("dispatch_failing.py", 2, "late"):
+        assert (rank.code, rank.err) == (0, "")
+        assert rank.note["told"] == [[0]] * 6, "the six rounds behind the timeout"
+
+
 def test_a_worker_process_that_dies_is_told_everywhere(launch: Callable[..., list[Any]]) -> None:
     for rank in launch("dispatch_failing.py", 2, "worker"):
         assert rank.code == 0

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from dataloader_dispatch.connection import wait_for_finalizers
 from dataloader_dispatch.dispatch.dispatcher import DataloaderDispatcher
-from dist_env import RankFailedError
+from dist_env import RankFailedError, RankTimeoutError
 
 MODE = sys.argv[1]
+resumed = threading.Event()
 
 
 class Endless:
@@ -37,7 +38,7 @@ class Endless:
         number = 0
         while True:
             if number == self.stuck_at:
-                time.sleep(1000)
+                resumed.wait(1000)
             yield torch.full((20_000,), number)
             number += 1
 
@@ -119,22 +120,40 @@ def left_behind(dispatcher: DataloaderDispatcher[Any]) -> None:
     dist.barrier()
 
 
+def late() -> None:
+    """The loader of rank 0 has batches again after all were told that it gave none."""
+    passes, told = iter(dispatcher), []
+    for _ in range(12):
+        try:
+            next(passes)
+        except RankTimeoutError as error:
+            told.append(error.missing)
+            resumed.set()
+            for thread in threading.enumerate():
+                if thread.name == "dataloader-dispatch":
+                    thread.join(2)  # it ends, as what it reads is not wanted
+    tell({"told": [list(missing) for missing in told]})
+
+
 def loader() -> Any:
     if RANK != 0:
         return None
     if MODE == "worker":
         return DataLoader(Dying(), batch_size=1, num_workers=1, multiprocessing_context="fork")
-    return Endless(12 if MODE in ("stuck", "interrupt") else None)
+    return Endless(12 if MODE in ("stuck", "late", "interrupt") else None)
 
 
 open_group()
-timeout = 3 if MODE == "stuck" or MODE.startswith("stop") else 60
+timeout = 3 if MODE in ("stuck", "late") or MODE.startswith("stop") else 60
 ranks = init_device_mesh("cpu", (WORLD,))
 dispatcher = DataloaderDispatcher(loader(), ranks, "cpu", timeout_seconds=timeout)
 if MODE.startswith("traced"):
     held = [dispatcher]
     del dispatcher
     dropped_while_traced(held)
+    sys.exit()
+if MODE == "late":
+    late()
     sys.exit()
 if MODE == "left behind":
     left_behind(dispatcher)

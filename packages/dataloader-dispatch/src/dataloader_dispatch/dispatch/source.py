@@ -172,6 +172,10 @@ class Source:
         """Whether a pass still continues."""
         return self._active and generation == self._generation and not self._closing
 
+    def _is_wanted(self, generation: int) -> bool:
+        """Whether what is read for a pass is delivered: nothing is behind an error that all were told."""
+        return self._broken is None and self._is_current(generation)
+
     def _snapshot(self) -> Snapshot:
         return self._reader.snapshot(self._generation if self._active and not self._finished else None)
 
@@ -256,7 +260,7 @@ class Source:
         cost_s = 2 * _QUICK_SECONDS
         while True:
             start = time.monotonic()
-            taken = self._reader.read(generation, lambda: self._is_current(generation))
+            taken = self._reader.read(generation, lambda: self._is_wanted(generation))
             cost_s += (time.monotonic() - start - cost_s) / _AVERAGED_ROUNDS
             if taken is None or not taken.batches:
                 break
@@ -282,9 +286,9 @@ class Source:
     def _offer(self, generation: int, rounds: list[Round]) -> bool:
         """Have rounds ready, all of them as soon as there is room for one: they are in memory anyway."""
         with self._changed:
-            while rounds and self._is_current(generation) and len(self._ready) >= self._prefetch:
+            while rounds and self._is_wanted(generation) and len(self._ready) >= self._prefetch:
                 self._changed.wait()
-            if not self._is_current(generation):
+            if not self._is_wanted(generation):
                 return False
             self._ready.extend(rounds)
             self._changed.notify_all()
@@ -299,7 +303,7 @@ class Source:
             kind = type(error).__name__
             error = RuntimeError(f"{kind}, which cannot be described: {one_line(unspeakable)}")
             payload = encode_error(error, where)
-        if not self._is_current(generation):
+        if not self._is_wanted(generation):
             return
         try:
             # Sent first: this process may end as soon as the training thread knows.
@@ -308,7 +312,7 @@ class Source:
             self._lose(lost)
             return
         with self._changed:
-            if self._is_current(generation):
+            if self._is_wanted(generation):
                 self._ready.append(error)
                 self._changed.notify_all()
 
