@@ -123,6 +123,8 @@ class ControlGroup:
         RankFailedError: A rank did not take part; named where it can be told.
     """
 
+    _is_torn = False  # an exchange has failed, or was left under way
+
     def __init__(
         self, ranks: Sequence[int], timeout_seconds: float, *, doing: str = "opening the control group"
     ) -> None:
@@ -133,7 +135,6 @@ class ControlGroup:
         self.ranks: tuple[int, ...] = tuple(ranks)
         if not self.ranks:
             raise DistributedEnvironmentError("ranks is empty. Name the global ranks that take part.")
-        self._is_torn = False
         self._collectives: list[dist.Work] = []  # perhaps under way; the group cannot end before them
         self._unanswered = torch.zeros(1, dtype=torch.uint8)
         self.timeout_seconds = timeout_seconds
@@ -382,6 +383,11 @@ class ControlGroup:
                 # A send that finds its connection reset may be forgotten by gloo, which waits for it until
                 # the timeout. So the group outlives this rank's part in it, with all that the exchange uses.
                 self._keep(group)
+
+    def __del__(self) -> None:
+        """One that is dropped behind Ctrl-C in an exchange would wait for the exchange until the timeout."""
+        if self._is_torn and self.process_group is not None:
+            self.close()
 
     def _keep(self, group: dist.ProcessGroup) -> None:
         """Have the connections, and the exchanges under way, outlive the modules, too."""

@@ -221,17 +221,18 @@ def unbreakable(env: DistributedEnvironment) -> None:
 
 
 def interrupted_unbreakable(env: DistributedEnvironment) -> None:
-    """The same after Ctrl-C in the wait for the exchange, and with a second one while it closes."""
+    """The same after Ctrl-C in the wait for the exchange, closed or dropped, and with one while it closes."""
     control_group._break_connections = lambda group, indices: None
-    for key in ("waiting", "closing"):
+    for key in ("waiting", "dropping", "closing"):
         group = ControlGroup(range(2), 120.0, doing="starting")
         if env.rank == 0:
             work = group.all_reduce_max(torch.zeros(1, dtype=torch.uint8))
             threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             begin = time.monotonic()
             with suppress(KeyboardInterrupt):
-                group.wait("reducing", work) if key == "waiting" else group.close()
-            group.close()
+                group.close() if key == "closing" else group.wait("reducing", work)
+            if key != "dropping":
+                group.close()
             del group, work
             gc.collect()
             notes[key] = time.monotonic() - begin
