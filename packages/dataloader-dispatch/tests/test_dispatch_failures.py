@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ def test_a_killed_rank_is_named_by_all_others(
             assert rank.note["rank"] == victim
             assert f"rank {victim} (" in rank.note["text"]
             assert rank.note["seconds"] < 45, "before timeout_seconds=60"
+
+
+def test_a_killed_rank_is_named_to_one_that_begins_another_pass(
+    launch: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    ranks = launch("dispatch_failing.py", 3, "anew", tmp_path / "told")
+    assert [rank.code for rank in ranks] == [0, 0, KILLED]
+    assert [rank.note for rank in ranks[:2]] == [{"rank": 2}] * 2
 
 
 def test_a_stuck_rank_is_named_within_the_timeout(launch: Callable[..., list[Any]]) -> None:

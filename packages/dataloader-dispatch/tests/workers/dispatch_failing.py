@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,6 +121,23 @@ def left_behind(dispatcher: DataloaderDispatcher[Any]) -> None:
     dist.barrier()
 
 
+def begun_anew(dispatcher: DataloaderDispatcher[Any], told: Path) -> None:
+    """Rank 2 is killed in a pass, and rank 1 leaves it for another one before it looks."""
+    passes = iter(dispatcher)
+    next(passes)
+    if RANK == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while RANK == 0:
+            next(passes)
+        while not told.exists():
+            time.sleep(0.05)
+        next(iter(dispatcher))
+    except RankFailedError as error:
+        told.touch()
+        tell({"rank": error.rank})
+
+
 def late() -> None:
     """The loader of rank 0 has batches again after all were told that it gave none."""
     passes, told = iter(dispatcher), []
@@ -157,6 +175,9 @@ if MODE == "late":
     sys.exit()
 if MODE == "left behind":
     left_behind(dispatcher)
+    sys.exit()
+if MODE == "anew":
+    begun_anew(dispatcher, Path(sys.argv[2]))
     sys.exit()
 if MODE == "interrupt" and RANK == 1:
     interrupt()

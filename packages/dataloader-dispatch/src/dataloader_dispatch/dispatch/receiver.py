@@ -44,6 +44,8 @@ _ROOT = 0
 _CPU = torch.device("cpu")
 _PINNING = ("cuda", "xpu")
 """Devices to which copies are faster, and continue in the background, from page-locked memory."""
+_LASTING = (RankFailedError, RankTimeoutError)
+"""What ends every pass, and not only the one in which it is told."""
 
 
 class Inbox:
@@ -228,7 +230,7 @@ class Receiver:
         if self._outcome is not None:
             raise self._outcome
         record, value = self._receive(inbox)
-        while record.generation < number:
+        while record.generation < number and not isinstance(value, _LASTING):
             record, value = self._receive(inbox)
         if record.generation > number:
             raise DataError(
@@ -239,7 +241,7 @@ class Receiver:
             self._epoch, self._progress = record.epoch, record.progress
         if record.kind != Kind.BATCH and isinstance(value, BaseException):
             self._outcome = value
-            if isinstance(value, RankFailedError | RankTimeoutError):
+            if isinstance(value, _LASTING):
                 self._failed = value
             raise value
         self.is_dummy = record.is_dummy
