@@ -6,9 +6,9 @@ runs everything, and `FULL_TESTS=1 uv run nox -s NAME` all of one session.
 Each session has an environment of its own. A `tests-<package>` session holds that package and what it
 declares, and nothing else, so an import of something undeclared fails there.
 
-Two sessions run at a time, and what one of them says comes when it has ended. One after another (`-j 1`) they
-leave a core idle for a quarter of the time, as they install, wait for ranks that are lost, or have one test
-left.
+Four sessions run at a time, on two cores, as they install things and wait for lost ranks; what one of them
+says comes when it has ended. Within a session tests run one after another, for a second process would import
+and collect everything once more. A session alone is faster with two (`-- -n 2`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import nox
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
-nox.options.parallel = 2
+nox.options.parallel = 4
 nox.options.allow_parallel = True
 
 ROOT = Path(__file__).parent
@@ -53,9 +53,10 @@ FAKECUDA = ROOT / ".nox" / ".fakecuda"
 
 FULL = bool(os.environ.get("FULL_TESTS"))
 
-# Two tests at a time, for most start several ranks. `-m ""` beats the pyproject.toml's `-m "not full"`.
-PYTEST_ALONE = ("pytest", "--durations=5", "--durations-min=5", *(("-m", "") if FULL else ()))
-PYTEST = (*PYTEST_ALONE, "-n", "2")
+# `-m ""` beats the pyproject.toml's `-m "not full"`.
+PYTEST = ("pytest", "--durations=5", "--durations-min=5", *(("-m", "") if FULL else ()))
+# For sessions that run alone.
+PYTEST_OF_TWO = (*PYTEST, "-n", "2")
 
 # Packages that must work where torch is not installed.
 TORCH_FREE = {"hardware-table"}
@@ -74,8 +75,6 @@ LEFT_TO_FULL = {
 # Not in it either, and among the defaults: below `uv run`, Ray installs copies of the packages for its
 # workers, into the environment that it is started from.
 BY_ITSELF = {"tests-dataloader-dispatch-ray"}
-# Sessions of an extra whose tests wait for servers and lost ranks most of the time: two at a time there, too.
-WAITING = {"tests-checkpoint-core-remote"}
 # Packages whose wheels are always installed alone: without torch, and on top of most others, with ranks.
 ALONE = ["hardware-table", "trainer-pipeline"]
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
@@ -260,11 +259,11 @@ def device(session: nox.Session) -> None:
     mutations = "--mutations" in session.posargs
     if session.posargs and not mutations:
         # Of chosen tests, which leave out lines that others execute.
-        session.run(*PYTEST, "tests/device", *session.posargs, env={**ENV, **fake})
+        session.run(*PYTEST_OF_TWO, "tests/device", *session.posargs, env={**ENV, **fake})
     else:
         lines = Path(session.create_tmp()) / "lines"
         shutil.rmtree(lines, ignore_errors=True)
-        session.run(*PYTEST, "tests/device", env={**ENV, **fake, "FAKECUDA_LINES": str(lines)})
+        session.run(*PYTEST_OF_TWO, "tests/device", env={**ENV, **fake, "FAKECUDA_LINES": str(lines)})
         session.run("python", str(folder / "device_lines.py"), "--check", str(lines), env=ENV)
         if mutations:
             options = [option for option in session.posargs if option != "--mutations"]
@@ -298,9 +297,7 @@ def add_extra_session(package: str, extra: str, folder: str) -> None:
 
     def tests(session: nox.Session) -> None:
         install_package(session, package, extra)
-        # One at a time, mostly: what two processes would import takes longer than these tests.
-        pytest = PYTEST if name in WAITING else PYTEST_ALONE
-        session.run(*pytest, folder, *session.posargs, env=ENV)
+        session.run(*PYTEST, folder, *session.posargs, env=ENV)
 
     tests.__doc__ = f"Test {package} together with `{extra}`."
     name = f"tests-{package}-{extra}"
@@ -320,7 +317,7 @@ def without_torch(session: nox.Session) -> None:
     share_bytecode(session.virtualenv.location)
     session.install("--reinstall-package", "perf-metrics", f"./{here}[{chosen}]", "--group", "test")
     session.run("python", "-c", NO_TORCH)
-    session.run(*PYTEST_ALONE, f"{here}/tests/without_torch", *session.posargs, env=ENV)
+    session.run(*PYTEST, f"{here}/tests/without_torch", *session.posargs, env=ENV)
 
 
 @nox.session
@@ -340,7 +337,7 @@ def workspace(session: nox.Session) -> None:
     """Test what holds for the repository as a whole."""
     # nox, as the tests of the matrix run cells.
     session.install("--group", "test", f"nox{nox.needs_version}")
-    session.run(*PYTEST_ALONE, "tests/workspace", *session.posargs, env=ENV)
+    session.run(*PYTEST, "tests/workspace", *session.posargs, env=ENV)
 
 
 @nox.session
@@ -348,7 +345,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation into site/ and look at it, in a browser too; see `guides` for its code."""
     session.install("--group", "docs")
     session.run("mkdocs", "build", "--strict", "--clean", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run(*PYTEST_ALONE, "tests/site", *session.posargs, env=ENV)
+    session.run(*PYTEST, "tests/site", *session.posargs, env=ENV)
 
 
 @nox.session
@@ -466,7 +463,7 @@ def coverage(session: nox.Session) -> None:
         settings.write_text("\n".join(["[tool.coverage.run]", *lines, ""]))
         env = {**ENV, "COVERAGE_FILE": str(place / "data"), "COVERAGE_RCFILE": str(settings)}
         ignored = [f"--ignore={folder}" for folder in extra_tests(package).values()]
-        measured = ("coverage", "run", "-m", *PYTEST, f"packages/{package}/tests", *ignored)
+        measured = ("coverage", "run", "-m", *PYTEST_OF_TWO, f"packages/{package}/tests", *ignored)
         session.run(*measured, env=env)
         session.run("coverage", "combine", "-q", env=env)
         report = str(place / "report.json")

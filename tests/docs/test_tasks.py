@@ -61,7 +61,8 @@ def test_every_recipe_learns(alone: Curves) -> None:
         assert sum(curve[-10:]) < sum(curve[:10]), task
 
 
-@pytest.mark.parametrize("trainer", [pytest.param("DDP", marks=pytest.mark.full), "FSDP2"])
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", ["DDP", "FSDP2"])
 def test_two_ranks_give_the_curves_of_one(
     trainer: str, alone: Curves, curves_of: Callable[..., Curves], tmp_path: Path
 ) -> None:

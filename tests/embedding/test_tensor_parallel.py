@@ -134,12 +134,10 @@ MESHES = {
     "case",
     [
         "llama",
-        "qwen3",
-        "mixtral",
         "qwen3_moe",
         *(
             pytest.param(each, marks=pytest.mark.full)
-            for each in ("gpt_neox", *(n for n in MESHES if " " in n))
+            for each in ("gpt_neox", "qwen3", "mixtral", *(n for n in MESHES if " " in n))
         ),
     ],
 )

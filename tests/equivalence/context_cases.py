@@ -85,7 +85,7 @@ CONTEXT_CASES = [
     _row("cp=2", "fused loss", settings={"fused_loss": "chunked"}, full=True),
     _row("shard=2,cp=2", "checkpointing full", settings=CHECKPOINTED),
     _row("cp=2,tp=2", full=True),
-    _row("cp=2,tp=2", "sequence", options=_by_sequence),
+    _row("cp=2,tp=2", "sequence", options=_by_sequence, full=True),
     _row("dp=2,cp=2", full=True),
     _row("pp=2,cp=2", full=True),
     *(

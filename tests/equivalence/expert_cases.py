@@ -97,7 +97,6 @@ DIVIDED = (
 """Layouts with experts that are divided."""
 OFTEN = {
     ("shard=2,ep=2", "sigmoid, bias"),
-    ("shard=4,ep=2", "softmax"),
     ("shard=2,tp=2,ep=4", "sigmoid, bias"),
     ("pp=2,shard=2,ep=2", "softmax"),
     ("cp=2,ep=2", "sigmoid, bias"),
@@ -105,7 +104,7 @@ OFTEN = {
 """Those of them that the default tests have."""
 LAYOUTS = ("", "shard=2", "cp=2", "shard=2,ep=2", "shard=4,ep=2", "shard=2,tp=2,ep=2", "pp=2,shard=2,ep=2")
 """Each is resumed as each, but for those without divided experts."""
-MOVED = {("pp=2,shard=2,ep=2", "")}
+MOVED = {("shard=2,ep=2", "")}
 """The one of them that the default tests have."""
 EXPERT_CASES = [
     _here("reference, microbatches of 8 rows", runner="reference", recipe=SIGMOID),

@@ -161,7 +161,7 @@ FSDP2_CASES = [
     _moved(" at 4, then Trainer", ranks=4, runner="ranks, then here", full=True),
     _moved(" at 4, then 1", ranks=4, next_world_size=1, full=True),
     _moved(" at 4, then 2", ranks=4, next_world_size=2, full=True),
-    _moved(" at 4, then 3", ranks=4, next_world_size=3),
+    _moved(" at 4, then 3", ranks=4, next_world_size=3, full=True),
     _moved(" at 4, then DDP 2", ranks=4, next_world_size=2, next_trainer="ddp", full=True),
     _moved(" after Trainer, at 4", ranks=4, runner="here, then ranks", full=True),
     _moved(" at 1, then 4", ranks=1, next_world_size=4, full=True),

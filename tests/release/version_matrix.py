@@ -186,7 +186,17 @@ def run_cell(cell: Cell, out: Path, options: Sequence[str]) -> None:
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
         done = subprocess.run(
-            [*nox, "--envdir", str(environments), "-s", session, "--", f"--junitxml={report}", *options],
+            [
+                *nox,
+                "--envdir",
+                str(environments),
+                "-s",
+                session,
+                "--",
+                f"--junitxml={report}",
+                "-n2",
+                *options,
+            ],
             env=env,
             stdout=stream,
             stderr=subprocess.STDOUT,

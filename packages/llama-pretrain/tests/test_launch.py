@@ -169,6 +169,7 @@ def test_ranks_that_can_do_nothing_themselves_end_with_a_launcher_that_is_killed
     assert left == []
 
 
+@pytest.mark.full
 def test_a_signal_that_comes_again_stops_at_once(work: Path) -> None:
     process = start(work, "run", "--mesh", "dp=2", steps=100_000)
     wait_for_a_step(process, work / "run" / "trainer_logs.json")

@@ -27,9 +27,15 @@ CASES: dict[str, dict[str, Any]] = {
     "ring": {"length": 17, "exchange": "ring"},
     "ring, contiguous": {"length": 19, "exchange": "ring", "balanced": False},
     "ring, documents": {"length": 23, "documents": [1, 11, 3, 8], "exchange": "ring"},
-    "ring, a few queries at a time": {"length": 32, "documents": [9, 23], "exchange": "ring", "mask": 128},
-    "flex": {"length": 17, "kernel": "flex"},
-    "flex, documents": {"length": 400, "documents": [7, 261, 132], "kernel": "flex"},
+    "ring, documents, a few queries at a time": {
+        "length": 32,
+        "documents": [9, 23],
+        "exchange": "ring",
+        "mask": 128,
+    },
+}
+# Compiled on each rank, for seconds.
+COMPILED = {
     "flex, ring, documents": {
         "length": 400,
         "documents": [173, 93, 134],
@@ -37,15 +43,26 @@ CASES: dict[str, dict[str, Any]] = {
         "kernel": "flex",
     },
 }
+MORE_COMPILED = {
+    "flex": {"length": 17, "kernel": "flex"},
+    "flex, documents": {"length": 400, "documents": [7, 261, 132], "kernel": "flex"},
+}
+
+
+def noted(
+    launch: Callable[..., list[Any]], cases: dict[str, dict[str, Any]], *worlds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each world noted, by case."""
+    found = [launch("sequences.py", ranks, *cases.values()) for ranks in worlds]
+    return {name: [rank[place] for ranks in found for rank in ranks] for place, name in enumerate(cases)}
 
 
 @pytest.fixture(scope="module")
 def notes(launch: Callable[..., list[Any]]) -> dict[str, list[dict[str, Any]]]:
-    found = [launch("sequences.py", ranks, *CASES.values()) for ranks in (2, 3)]
-    return {name: [rank[place] for ranks in found for rank in ranks] for place, name in enumerate(CASES)}
+    return noted(launch, CASES, 2, 3) | noted(launch, COMPILED, 2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *COMPILED])
 def test_the_curve_is_that_of_one_process(notes: dict[str, list[dict[str, Any]]], name: str) -> None:
     for found in notes[name]:
         assert found["loss"] < 1e-6, found
@@ -53,12 +70,22 @@ def test_the_curve_is_that_of_one_process(notes: dict[str, list[dict[str, Any]]]
         assert found["whole"] < 1e-5, found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "documents" in CASES[name]])
+@pytest.mark.parametrize("name", [name for name in (*CASES, *COMPILED) if "documents" in name])
 def test_logits_of_a_document_are_those_of_it_alone(
     notes: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
     for found in notes[name]:
         assert found["alone"] < 1e-5, found
+
+
+@pytest.mark.full
+def test_compiled_kernels_of_whole_rows_give_the_curve_of_one_process(
+    launch: Callable[..., list[Any]],
+) -> None:
+    for name, ranks in noted(launch, COMPILED | MORE_COMPILED, 3).items():
+        test_the_curve_is_that_of_one_process({name: ranks}, name)
+        if "documents" in name:
+            test_logits_of_a_document_are_those_of_it_alone({name: ranks}, name)
 
 
 def test_a_ring_keeps_keys_and_values_of_its_own_positions_only(

@@ -210,6 +210,7 @@ def test_a_checkpoint_in_memory_before_any_on_storage_is_of_the_same_run(
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+@pytest.mark.full
 def test_torchrun_is_found_behind_a_shell_that_ends_with_its_rank(tmp_path: Path) -> None:
     program, notes = tmp_path / "program.py", tmp_path / "notes"
     program.write_text(PROGRAM)
