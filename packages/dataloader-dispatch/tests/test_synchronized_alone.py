@@ -31,6 +31,13 @@ def test_a_single_process_passes_everything_through() -> None:
     assert inner.epoch == loader.epoch == 7
 
 
+def test_a_closed_loader_says_so() -> None:
+    loader = SynchronizedDataLoader([1, 2], "cpu")
+    loader.close()
+    with pytest.raises(RuntimeError, match=r"^the data loader was closed. Make a new one.$"):
+        iter(loader)
+
+
 def test_a_single_process_reads_nothing_ahead() -> None:
     taken = []
 

@@ -171,7 +171,7 @@ def closed_early() -> Any:
     got = outcome(lambda: taken(loader, 2))
     start = time.monotonic()
     loader.close()
-    return [got, time.monotonic() - start]
+    return [got, time.monotonic() - start, outcome(lambda: taken(loader))]
 
 
 def no_dummy() -> Any:

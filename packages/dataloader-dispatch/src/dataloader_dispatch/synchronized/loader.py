@@ -104,6 +104,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         self._latest: Epoch[Batch] | None = None
         self._is_loaded = False
         self._has_failed = False
+        self._is_closed = False
         self._lengths: tuple[int | None, ...] = ()
         self._check_settings()
 
@@ -114,7 +115,10 @@ class SynchronizedDataLoader(Generic[Batch]):
             DataError: Ranks have different numbers of batches under ``uneven="error"``, batches cannot be
                 masked under "pad", or an earlier pass ended with an error.
             RankFailedError: The loader of another rank failed, or a rank is lost.
+            RuntimeError: It was closed.
         """
+        if self._is_closed:
+            raise RuntimeError("the data loader was closed. Make a new one.")
         if self._group.size == 1:
             return (to_device(batch, self.device) for batch in self.loader)
         self._generator.draw()
@@ -231,6 +235,7 @@ class SynchronizedDataLoader(Generic[Batch]):
     def close(self) -> None:
         """Close the connections between the ranks, on this rank; it cannot be iterated again."""
         self._leave()
+        self._is_closed = True
         self._group.close()
 
     @property
