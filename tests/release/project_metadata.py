@@ -1,7 +1,8 @@
 """What all packages say alike: `python project_metadata.py [VERSION] [--root FOLDER]` writes it into them.
 
 The version is the root project's, the rest stands in the root's `[tool.release]`. With VERSION all of it
-moves there, and what the changelog has under "Unreleased" becomes its section.
+moves there, and what the changelog has under "Unreleased" becomes its section. The address of the repository
+goes into the start page, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ _BLOCK = re.compile(rf"^{re.escape(BEGIN)}\n.*?^{re.escape(END)}\n", re.MULTILIN
 _VERSION = re.compile(r'^version = "([^"]*)"$', re.MULTILINE)
 # Of PEP 440 only what a release of this repository is called.
 _RELEASE = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
+
+# The page that says how to install from git, and its line with the address.
+START = "docs/start.md"
+_ADDRESS = re.compile(r"^REPOSITORY=(\S+)$", re.MULTILINE)
 
 ADDRESSES = ("repository", "documentation")
 CONTACT = ("maintainer", "email")
@@ -68,6 +73,18 @@ def differences(root: Path, package: str) -> list[str]:
     return [name for name in names if told.get(name) != expected.get(name)]
 
 
+def told_address(root: Path) -> str:
+    """Return the address of the repository that the start page says.
+
+    Raises:
+        SystemExit: It says none, or several.
+    """
+    found = _ADDRESS.findall((root / START).read_text(encoding="utf-8"))
+    if len(found) != 1:
+        raise SystemExit(f"{START} must have one line REPOSITORY=ADDRESS, and has {len(found)}. Write one.")
+    return str(found[0])
+
+
 def block(told: dict[str, Any]) -> str:
     """Return the lines that say it in TOML, whose strings and lists of strings are those of JSON."""
     lines = [BEGIN]
@@ -97,6 +114,11 @@ def write(root: Path, version: str | None = None) -> None:
             # A function, for in a text backslashes would count.
             text = _BLOCK.sub(lambda _: block(shared(root)), pin.sub(rf'\1=={version or now}"', text))
         path.write_text(text, encoding="utf-8")
+    if repository := read_toml(root / "pyproject.toml")["tool"]["release"]["repository"].rstrip("/"):
+        page = root / START
+        line = f"REPOSITORY={told_address(root)}\n"
+        text = page.read_text(encoding="utf-8").replace(line, f"REPOSITORY={repository}\n")
+        page.write_text(text, encoding="utf-8")
 
 
 def release_changelog(path: Path, version: str) -> None:

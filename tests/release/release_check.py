@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from install_alone import pythons_of, try_installing
-from project_metadata import ROOT, differences, packages, read_toml, unset
+from project_metadata import ROOT, START, differences, packages, read_toml, told_address, unset
 
 # Seconds for an answer of the index.
 TIMEOUT = 20
@@ -44,6 +44,12 @@ def refused_settings(root: Path) -> Iterator[str]:
             yield (
                 f"{name} and the root say different {' and '.join(different)}. Run `uv run nox -s metadata`."
             )
+    repository = read_toml(root / "pyproject.toml")["tool"]["release"]["repository"].rstrip("/")
+    if repository and told_address(root) != repository:
+        yield (
+            f"{START} installs from {told_address(root)}, and the repository is {repository}. Run "
+            "`uv run nox -s metadata`."
+        )
     version = version_of(root)
     changelog = (root / "docs" / "changelog.md").read_text(encoding="utf-8")
     if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):

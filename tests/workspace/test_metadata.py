@@ -34,7 +34,7 @@ def test_package_says_what_the_root_says(package: Package, root: Path) -> None:
 def copied(root: Path, tmp_path: Path) -> Path:
     """The files that the command writes."""
     names = [f"packages/{name}/pyproject.toml" for name in project_metadata.packages(root)]
-    for name in ("pyproject.toml", "docs/changelog.md", *names):
+    for name in ("pyproject.toml", "docs/changelog.md", project_metadata.START, *names):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / name, tmp_path / name)
     return tmp_path
@@ -67,7 +67,8 @@ def test_the_version_moves_in_all_packages_and_their_pins(copied: Path) -> None:
     assert re.search(r"\n## Unreleased\n\n## 7\.8\.9rc1 - \d{4}-\d\d-\d\d\n", changelog)
 
 
-def test_addresses_and_contact_reach_every_package(copied: Path) -> None:
+def test_addresses_and_contact_reach_every_package_and_the_start_page(copied: Path, root: Path) -> None:
+    told = project_metadata.told_address(root)
     path = copied / "pyproject.toml"
     text = path.read_text()
     for name, value in SET.items():
@@ -81,6 +82,8 @@ def test_addresses_and_contact_reach_every_package(copied: Path) -> None:
     project = projects(copied)["trainer-core"]
     assert project["maintainers"] == [{"name": SET["maintainer"], "email": SET["email"]}]
     assert project["urls"]["Changelog"] == "https://docs.example.com/training/changelog.html"
+    start = (copied / project_metadata.START).read_text()
+    assert start == (root / project_metadata.START).read_text().replace(told, SET["repository"])
 
 
 @pytest.mark.parametrize("version", ["1.2", "v1.2.3", "1.2.3.dev0"])
@@ -88,6 +91,13 @@ def test_a_version_of_another_form_is_refused(version: str, copied: Path) -> Non
     done = run(copied, version)
     assert done.returncode == 2
     assert f"got {version}" in done.stderr
+
+
+def test_a_start_page_without_an_address_is_refused(copied: Path) -> None:
+    path = copied / project_metadata.START
+    path.write_text(path.read_text().replace("REPOSITORY=", "REPO="))
+    with pytest.raises(SystemExit, match="must have one line REPOSITORY=ADDRESS, and has 0"):
+        project_metadata.told_address(copied)
 
 
 def test_a_changelog_without_a_place_for_news_is_refused(copied: Path) -> None:

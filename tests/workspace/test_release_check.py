@@ -62,7 +62,7 @@ def index() -> Iterator[str]:
 def copied(root: Path, tmp_path: Path) -> Path:
     """The files that are read, with nothing left open."""
     names = [f"packages/{name}/pyproject.toml" for name in project_metadata.packages(root)]
-    for name in ("pyproject.toml", "LICENSE", "docs/changelog.md", *names):
+    for name in ("pyproject.toml", "LICENSE", "docs/changelog.md", project_metadata.START, *names):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / name, tmp_path / name)
     text = (tmp_path / "pyproject.toml").read_text()
@@ -108,6 +108,15 @@ def test_settings_are_refused_until_they_are_complete(copied: Path) -> None:
     assert len(others) == len(project_metadata.packages(copied))
     (copied / "docs/changelog.md").write_text("# Changelog\n\n## Unreleased\n")
     assert [text for text in release_check.refused_settings(copied) if "no section `## 0.0.9 - DATE`" in text]
+
+
+def test_a_start_page_that_installs_from_elsewhere_is_refused(copied: Path) -> None:
+    page = copied / project_metadata.START
+    page.write_text(page.read_text().replace(f"REPOSITORY={REPOSITORY}\n", "REPOSITORY=https://elsewhere\n"))
+    (refused,) = release_check.refused_settings(copied)
+    assert f"installs from https://elsewhere, and the repository is {REPOSITORY}." in refused
+    project_metadata.write(copied)
+    assert not list(release_check.refused_settings(copied))
 
 
 def write_archives(dist: Path, name: str, files: dict[str, bytes]) -> None:
