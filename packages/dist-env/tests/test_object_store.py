@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -10,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from dist_env import ObjectStore, StoreError, StoreSettingsError, open_object_store, split_address
+from dist_env import (
+    ObjectStore,
+    StoreError,
+    StoreSettingsError,
+    may_pass,
+    open_object_store,
+    split_address,
+)
 
 ADDRESSES = {
     "s3://bucket/run": ("s3://bucket", "run"),
@@ -89,6 +97,36 @@ def test_an_error_says_whether_it_may_pass(monkeypatch: pytest.MonkeyPatch) -> N
         open_object_store("s3://nowhere", 1.0).get("a")
     assert refused.value.may_pass
     assert not StoreError("the credentials do not permit it").may_pass
+    assert may_pass(refused.value)
+    assert not may_pass(StoreError("the credentials do not permit it"))
+
+
+def caused(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, False),
+        (ValueError("wrong"), False),
+        (OSError(errno.EACCES, "denied"), False),
+        (OSError(errno.ENOSPC, "full"), True),
+        (OSError(errno.ESTALE, "stale"), True),
+        (caused(ValueError("wrong"), OSError(errno.EIO, "broken")), True),
+        (caused(ValueError("wrong"), caused(KeyError("a"), FileNotFoundError(2, "gone"))), False),
+    ],
+    ids=repr,
+)
+def test_what_other_input_would_not_change_may_pass(error: Exception | None, expected: bool) -> None:
+    assert may_pass(error) is expected
+
+
+def test_an_error_in_its_own_context_is_looked_at_once() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    assert not may_pass(first)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
-"""What is drawn and wrapped for a terminal."""
+"""What is drawn and wrapped for a terminal, and the exit codes of errors."""
 
 from __future__ import annotations
 
 import math
 
-from llama_pretrain.console import text_plot, wrapped
+import pytest
+
+from checkpoint_core import CheckpointError, LeaseLostError
+from dist_env import RankFailedError, StoreError
+from llama_pretrain.console import exit_code_of, text_plot, wrapped
+from trainer_core import ConfigurationError
 
 
 def test_a_curve_goes_from_corner_to_corner_and_has_its_points_on_it() -> None:
@@ -30,3 +35,29 @@ def test_long_lines_are_wrapped_and_lose_nothing_but_spaces() -> None:
     assert max(map(len, shown.splitlines())) <= 44
     assert shown.splitlines()[:3] == ["    def f(x):", "        return x", ""]
     assert "".join(shown.split()) == "".join(text.split())
+
+
+def passing(error: Exception) -> Exception:
+    error.may_pass = True  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigurationError("seed", -1, "must be at least 0", "set it to 0"), 2),
+        (CheckpointError("is damaged"), 2),
+        (FileNotFoundError(2, "gone"), 2),
+        (StoreError("the credentials do not permit it"), 2),
+        (passing(StoreError("the store cannot be reached")), 1),
+        (passing(CheckpointError("rank 1 could not reach the store")), 1),
+        (passing(ConfigurationError("output_dir", "s3://a/b", "cannot be asked", "look at it")), 1),
+        (OSError(28, "no space left"), 1),
+        (LeaseLostError("another run took it"), 1),
+        (RankFailedError("rank 1 is lost", 1), 1),
+        (RuntimeError("a mistake of ours"), None),
+    ],
+    ids=lambda value: None if isinstance(value, int | None) else f"{type(value).__name__}: {value}",
+)
+def test_what_may_pass_is_not_wrong_input(error: Exception, code: int | None) -> None:
+    assert exit_code_of(error) == code

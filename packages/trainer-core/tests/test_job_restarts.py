@@ -80,7 +80,7 @@ die_at("evaluation")
 """
 AGREEING = """
 import json, os, sys
-from dist_env import DistributedEnvironment
+from dist_env import DistributedEnvironment, may_pass
 from trainer_core import Ranks, TrainingArguments, find_earlier_start
 from trainer_core.restarts import leave_mark
 
@@ -96,7 +96,8 @@ with env:
             leave_mark(args, ranks)
             print(json.dumps(found))
         except Exception as error:
-            print(json.dumps(f"{type(error).__name__}: {error}"))
+            passes = " It may pass." if may_pass(error) else ""
+            print(json.dumps(f"{type(error).__name__}: {error}{passes}"))
 """
 Noted = list[tuple[int, str | None]]
 
@@ -278,6 +279,16 @@ def test_nodes_that_know_different_things_agree(warm: WarmStart, tmp_path: Path)
     assert run == "[True, True]"
     assert re.search(r"rank 1 on .*b/damaged/.* is damaged; remove it", damaged), damaged
     assert re.search(r"rank 0 on .*c/node/checkpoint-3 is of another run.*move it away", node), node
+    assert "It may pass" not in damaged + node
+
+
+def test_what_may_pass_on_one_rank_is_told_as_such_on_all(warm: WarmStart, tmp_path: Path) -> None:
+    (tmp_path / "b" / "run").mkdir(parents=True)
+    # What lies at the beginning of it cannot be read, as on a device that fails.
+    (tmp_path / "b" / "run" / MARK_NAME).symlink_to("/proc/self/mem")
+    first, second = two_ranks(warm, tmp_path, [("run", {})], (os.getpid(), os.getpid()))
+    assert first == second
+    assert re.search(r"rank 1 on .*Input/output error.* It may pass\.$", str(first[0])), first
 
 
 def test_marks_are_of_nodes_and_only_those_that_keep_checkpoints_need_one(

@@ -19,6 +19,7 @@ from dist_env import (
     RankTimeoutError,
     StaticDistributedEnvironment,
     barrier,
+    may_pass,
 )
 
 _OPENING = "opening the checkpoint manager"
@@ -35,6 +36,7 @@ class _Report(TypedDict, Generic[_T]):
     error: str | None
     lost_lease: bool
     host: str
+    may_pass: NotRequired[bool]
 
 
 def default_environment() -> DistributedEnvInterface:
@@ -174,6 +176,7 @@ class RankAgreement:
             report["lost_lease"] = isinstance(error, LeaseLostError)
             # Only here: reports that say the same travel as one, whoever they are of.
             report["host"] = socket.gethostname()
+            report["may_pass"] = may_pass(error)
         reports = [report]
         if self.world_size > 1:
             texts = self._exchange(phase, report, failure)
@@ -185,7 +188,9 @@ class RankAgreement:
         if failed:
             # A lost lease keeps its name, as a lost rank does: nothing is wrong with what was to be saved.
             kind = LeaseLostError if any(each["lost_lease"] for each in failed.values()) else CheckpointError
-            raise kind(_summary(phase, failed, self.world_size)) from failure
+            found = kind(_summary(phase, failed, self.world_size))
+            found.may_pass = any(each.get("may_pass", False) for each in failed.values())
+            raise found from failure
         return [report["result"] for report in reports]
 
     def run_on_main(self, phase: str, action: Callable[[], _T], main: int = 0) -> _T:

@@ -15,7 +15,13 @@ class CheckpointError(ValueError):
 
     The message names the file, component or tensor, says what is wrong, and how to continue. When several
     ranks take part, every rank raises the error with the same message.
+
+    Attributes:
+        may_pass: Whether the same may succeed later, as where a store could not be reached or a disk was
+            full; on every rank what it is where it failed.
     """
+
+    may_pass = False
 
 
 class LostRankError(CheckpointError):

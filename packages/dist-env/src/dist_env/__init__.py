@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dist_env.control_group import ControlGroup, Transfer
     from dist_env.encoding import decode_value, encode_value
     from dist_env.environment import DistributedEnvironment
-    from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError
+    from dist_env.errors import DistributedEnvironmentError, RankFailedError, RankTimeoutError, may_pass
     from dist_env.examination import AllReduceResult, Diagnosis, examine
     from dist_env.heartbeat import Heartbeat, RankStatus, StallReport
     from dist_env.interface import DistributedEnvInterface, StaticDistributedEnvironment, fake_job, is_alone
@@ -82,6 +82,7 @@ __all__ = [
     "lazy_names",
     "leave_broken_pipe",
     "main_process_first",
+    "may_pass",
     "naming_lost_ranks",
     "open_object_store",
     "own_address",

@@ -1,8 +1,14 @@
-"""The errors of this package."""
+"""The errors of this package, and which errors of any package other input would not change."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping
+
+_OF_THE_MACHINE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT),  # of devices, and of file systems on a network
+}
 
 
 class DistributedEnvironmentError(ValueError):
@@ -36,6 +42,25 @@ class RankFailedError(RuntimeError):
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether the same may succeed later, or elsewhere, so that a job is worth starting again.
+
+    It may if the error, or one that it came of, says so by an attribute `may_pass`, as a `StoreError` does,
+    or is one of the system's: no room, no memory, too many open files, a device or network file system
+    that fails. Other input would not change these.
+    """
+    seen: set[int] = set()
+    # An error that is raised again while it is handled elsewhere can be in its own context.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if getattr(error, "may_pass", False) is True:
+            return True
+        if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 _MOST_NAMED = 16

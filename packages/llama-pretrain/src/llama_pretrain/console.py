@@ -6,7 +6,6 @@ import math
 import os
 import textwrap
 from collections.abc import Collection, Sequence
-from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +17,6 @@ EXIT_USER_ERROR = 2
 EXIT_RESUMABLE = 75
 """As in `trainer_core`, which imports torch."""
 EXIT_INTERRUPTED = 130
-_MACHINE_ERRORS = (ENOSPC, EDQUOT, EFBIG, EIO, ENOMEM, EMFILE, ENFILE)
 
 
 class BrokenRunError(RuntimeError):
@@ -30,10 +28,11 @@ def exit_code_of(error: Exception) -> int | None:
 
     Of the errors that another process of the job has caused, `is_of_another_rank` tells.
     """
+    from dist_env import may_pass
     from trainer_core import ConfigurationError
 
     if isinstance(error, ConfigurationError):  # before anything that imports torch for it
-        return EXIT_ABORTED if _is_of_the_machine(error) else EXIT_USER_ERROR
+        return EXIT_ABORTED if may_pass(error) else EXIT_USER_ERROR
     from checkpoint_core import CheckpointError, LeaseLostError
     from dataloader_dispatch import DataError
     from dist_env import DistributedEnvironmentError
@@ -44,7 +43,7 @@ def exit_code_of(error: Exception) -> int | None:
     if isinstance(
         error, DataError | TrainerDataError | CheckpointError | DistributedEnvironmentError | OSError
     ):
-        return EXIT_ABORTED if _is_of_the_machine(error) else EXIT_USER_ERROR
+        return EXIT_ABORTED if may_pass(error) else EXIT_USER_ERROR
     return None
 
 
@@ -54,18 +53,6 @@ def is_of_another_rank(error: Exception) -> bool:
     from dist_env import RankFailedError, RankTimeoutError
 
     return isinstance(error, RankFailedError | RankTimeoutError | LostRankError)
-
-
-def _is_of_the_machine(error: BaseException | None) -> bool:
-    """Whether the system refused room or a device failed: other input would not change that."""
-    seen: set[int] = set()
-    # An error that is raised again while it is handled elsewhere can be in its own context.
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 WITHOUT_FRESH_START = " without its fresh start (--fresh, or resume_from_checkpoint: false in a file)"

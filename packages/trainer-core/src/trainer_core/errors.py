@@ -18,7 +18,12 @@ class ConfigurationError(ValueError):
         value: What it was set to.
         rule: What is said of the setting: "must be at least 1".
         fix: What to do about it, beginning in lower case: "set it to 1 or more".
+
+    Attributes:
+        may_pass: Whether the same setting may be usable later: a rank could not reach what it names.
     """
+
+    may_pass = False
 
     def __init__(self, setting: str, value: object, rule: str, fix: str) -> None:
         super().__init__(f"{setting}={value!r} {stopped(rule)} {_sentence(fix)}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from checkpoint_core import CheckpointError, MemoryDirectory, find_latest_checkpoint
-from dist_env import DistributedEnvInterface, gather_objects, get_logger
+from dist_env import DistributedEnvInterface, gather_objects, get_logger, may_pass
 
 from .arguments import TrainingArguments
 from .distributed.ranks import Ranks
@@ -120,13 +120,15 @@ def _ask_all(args: TrainingArguments, env: DistributedEnvInterface, ask: Callabl
         failure = error
     where = f"rank {env.rank} on {platform.node()}"
     text = None if failure is None else f"{where}: {failure}"
-    told = gather_objects((text, answers), env)
-    for text, _ in told:
+    told = gather_objects((text, may_pass(failure), answers), env)
+    for text, passes, _ in told:
         if text is not None:
             rule = f"does not tell whether an earlier start of this job has begun the run ({text})"
             fix = "make the run's directory and its checkpoints readable on every node, or choose another"
-            raise ConfigurationError("output_dir", args.output_dir, rule, fix) from failure
-    return [answer for _, answers in told for answer in answers]
+            refused = ConfigurationError("output_dir", args.output_dir, rule, fix)
+            refused.may_pass = passes
+            raise refused from failure
+    return [answer for *_, answers in told for answer in answers]
 
 
 def _refuse_other_run(args: TrainingArguments) -> None:
