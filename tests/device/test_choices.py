@@ -30,6 +30,7 @@ from perf_metrics import check_process
 from perf_metrics.callbacks.device_metrics import PeakMemory, take_memory_figures
 from perf_metrics.utilization import wait_for_device
 from trainer_core import ConfigurationError
+from trainer_core.model import compile_cache
 from trainer_core.model.recording.replay import generator_state, set_generator_state
 from trainer_core.model.run_settings import attention_context
 from trainer_core.precision.fp8 import lacks_fp8
@@ -99,6 +100,11 @@ def test_fp8_depends_on_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacks_fp8(torch.device("cpu")) == "device 'cpu'"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert lacks_fp8(CUDA) == f"{fakecuda.NAME} with compute capability 8.0"
+
+
+def test_what_was_compiled_is_of_a_kind_of_device() -> None:
+    found = {name: compile_cache._facts(torch.device(name))["accelerator"] for name in ("cuda", "cpu")}
+    assert found == {"cuda": torch.cuda.get_device_properties(0).name, "cpu": "none"}
 
 
 def test_the_backend_must_serve_the_device() -> None:

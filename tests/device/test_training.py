@@ -46,6 +46,15 @@ def test_fused_losses(fused: str, precision: str, tmp_path: Path) -> None:
     assert not list(watch.late())
 
 
+def test_muon_on_the_curve_of_the_cpu(tmp_path: Path) -> None:
+    on_cpu = make(tmp_path / "cpu", model=llama, use_cpu=True, optim="muon")
+    on_device = make(tmp_path / "cuda", model=llama, device="cuda:0", optim="muon")
+    for trainer in (on_cpu, on_device):
+        trainer.train()
+    # It computes in bfloat16, in stacks on the CPU alone.
+    assert losses(curve(on_device)) == pytest.approx(losses(curve(on_cpu)), rel=2e-2)
+
+
 def test_offloaded_activations(tmp_path: Path) -> None:
     curves = []
     for offload in (False, True):
