@@ -182,21 +182,12 @@ def run_cell(cell: Cell, out: Path, options: Sequence[str]) -> None:
     session = f"tests-{cell.package}"
     # One job, so that the log is written as the tests run.
     nox = (sys.executable, "-m", "nox", "-j", "1", "-f", str(ROOT / "noxfile.py"))
+    told = (f"--junitxml={report}", "-n2", *options)
     env = {**os.environ, "NOX_PYTHONS": cell.python, "UV_CONFIG_FILE": str(settings)}
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
         done = subprocess.run(
-            [
-                *nox,
-                "--envdir",
-                str(environments),
-                "-s",
-                session,
-                "--",
-                f"--junitxml={report}",
-                "-n2",
-                *options,
-            ],
+            [*nox, "--envdir", str(environments), "-s", session, "--", *told],
             env=env,
             stdout=stream,
             stderr=subprocess.STDOUT,
