@@ -13,9 +13,6 @@ import pytest
 # A job that a shell starts in the background ignores Ctrl-C, and all that it starts would do so too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Where lines are counted, coverage handles SIGTERM: it would end the process of the tests that is sent one.
-if callable(signal.getsignal(signal.SIGTERM)):
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @functools.cache

@@ -75,6 +75,8 @@ LEFT_TO_FULL = {
 # Not in it either, and among the defaults: below `uv run`, Ray installs copies of the packages for its
 # workers, into the environment that it is started from.
 BY_ITSELF = {"tests-dataloader-dispatch-ray"}
+# Packages that handle SIGTERM themselves, in which the handler of coverage would end the process.
+HANDLE_SIGTERM = {"checkpoint-core", "trainer-core", "llama-pretrain"}
 # Packages whose wheels are always installed alone: without torch, and on top of most others, with ranks.
 ALONE = ["hardware-table", "trainer-pipeline"]
 NO_TORCH = "import importlib.util; assert importlib.util.find_spec('torch') is None, 'torch is installed'"
@@ -457,8 +459,8 @@ def coverage(session: nox.Session) -> None:
         place.mkdir()
         settings = place / "settings.toml"
         # Ranks and loader workers are processes of their own, which are often ended by a signal.
-        module = package.replace("-", "_")
-        told = {"source_pkgs": [module], "parallel": True, "patch": ["subprocess", "_exit"], "sigterm": True}
+        module, ended = package.replace("-", "_"), package not in HANDLE_SIGTERM
+        told = {"source_pkgs": [module], "parallel": True, "patch": ["subprocess", "_exit"], "sigterm": ended}
         lines = [f"{name} = {json.dumps(value)}" for name, value in told.items()]
         settings.write_text("\n".join(["[tool.coverage.run]", *lines, ""]))
         env = {**ENV, "COVERAGE_FILE": str(place / "data"), "COVERAGE_RCFILE": str(settings)}

@@ -168,7 +168,6 @@ def interrupted_at_the_end(it: Scenario) -> None:
 
 
 def forked(it: Scenario) -> None:
-    signal.signal(TERM, signal.SIG_DFL)  # where lines are counted, it is handled
     it.start(it.fail)
     child = os.fork()
     if child == 0:
