@@ -459,8 +459,12 @@ def coverage(session: nox.Session) -> None:
         place.mkdir()
         settings = place / "settings.toml"
         # Ranks and loader workers are processes of their own, which are often ended by a signal.
-        module, ended = package.replace("-", "_"), package not in HANDLE_SIGTERM
-        told = {"source_pkgs": [module], "parallel": True, "patch": ["subprocess", "_exit"], "sigterm": ended}
+        told = {
+            "source_pkgs": [package.replace("-", "_")],
+            "parallel": True,
+            "patch": ["subprocess", "_exit"],
+            "sigterm": package not in HANDLE_SIGTERM,
+        }
         lines = [f"{name} = {json.dumps(value)}" for name, value in told.items()]
         settings.write_text("\n".join(["[tool.coverage.run]", *lines, ""]))
         env = {**ENV, "COVERAGE_FILE": str(place / "data"), "COVERAGE_RCFILE": str(settings)}

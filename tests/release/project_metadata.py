@@ -103,6 +103,7 @@ def block(told: dict[str, Any]) -> str:
 def write(root: Path, version: str | None = None) -> None:
     """Write version, pins of siblings and the shared lines into every package."""
     now = read_toml(root / "pyproject.toml")["project"]["version"]
+    address = told_address(root)  # before anything is written
     if version is not None:
         release_changelog(root / "docs" / "changelog.md", version)
     names = packages(root)
@@ -116,8 +117,9 @@ def write(root: Path, version: str | None = None) -> None:
         path.write_text(text, encoding="utf-8")
     if repository := read_toml(root / "pyproject.toml")["tool"]["release"]["repository"].rstrip("/"):
         page = root / START
-        line = f"REPOSITORY={told_address(root)}\n"
-        text = page.read_text(encoding="utf-8").replace(line, f"REPOSITORY={repository}\n")
+        text = page.read_text(encoding="utf-8").replace(
+            f"REPOSITORY={address}\n", f"REPOSITORY={repository}\n"
+        )
         page.write_text(text, encoding="utf-8")
 
 

@@ -96,8 +96,10 @@ def test_a_version_of_another_form_is_refused(version: str, copied: Path) -> Non
 def test_a_start_page_without_an_address_is_refused(copied: Path) -> None:
     path = copied / project_metadata.START
     path.write_text(path.read_text().replace("REPOSITORY=", "REPO="))
+    before = projects(copied)
     with pytest.raises(SystemExit, match="must have one line REPOSITORY=ADDRESS, and has 0"):
-        project_metadata.told_address(copied)
+        project_metadata.write(copied, "7.8.9")
+    assert projects(copied) == before
 
 
 def test_a_changelog_without_a_place_for_news_is_refused(copied: Path) -> None:
