@@ -33,9 +33,12 @@ def test_a_single_process_passes_everything_through() -> None:
 
 def test_a_closed_loader_says_so() -> None:
     loader = SynchronizedDataLoader([1, 2], "cpu")
+    batches = iter(loader)
+    assert next(batches) == 1
     loader.close()
-    with pytest.raises(RuntimeError, match=r"^the data loader was closed. Make a new one.$"):
-        iter(loader)
+    for ask in (lambda: iter(loader), lambda: next(batches)):
+        with pytest.raises(RuntimeError, match=r"^the data loader was closed. Make a new one.$"):
+            ask()
 
 
 def test_a_single_process_reads_nothing_ahead() -> None:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -168,10 +169,12 @@ def closed_early() -> Any:
 
     loader = SynchronizedDataLoader(generate(), "cpu", uneven="stop")  # type: ignore[arg-type]
     # Rank 1 may find that rank 0 has closed; the next scenario begins when it has its batches, or knows.
-    got = outcome(lambda: taken(loader, 2))
+    batches = iter(loader)
+    got = outcome(lambda: [int(batch) for batch in islice(batches, 2)])
     start = time.monotonic()
     loader.close()
-    return [got, time.monotonic() - start, outcome(lambda: taken(loader))]
+    seconds = time.monotonic() - start
+    return [got, seconds, outcome(lambda: iter(loader)), outcome(lambda: next(batches))]
 
 
 def no_dummy() -> Any:

@@ -318,6 +318,7 @@ class Epoch(Generic[Batch]):
         self._error: Exception | None = None
         self.iterator: Iterator[Batch] = iter(())
         self._is_superseded = False
+        self._reason = ""
 
     def batches(self, prepare: Callable[[], bool], before: Epoch[Batch] | None) -> Iterator[Batch]:
         """The batches.
@@ -344,9 +345,7 @@ class Epoch(Generic[Batch]):
                 yield batch
                 del batch  # its memory is the caller's to free while the next one is waited for
                 if self._is_superseded:
-                    raise RuntimeError(
-                        "a newer iterator of this SynchronizedDataLoader was made. Use that one."
-                    )
+                    raise RuntimeError(self._reason)
                 flags = group.wait_flags()
                 if flags.failed:
                     self._gather("telling what failed", lambda: None)
@@ -361,9 +360,11 @@ class Epoch(Generic[Batch]):
             self.has_failed = not self._is_superseded
             raise
 
-    def supersede(self) -> None:
-        """Make way for a newer pass."""
-        self._is_superseded = True
+    def supersede(
+        self, reason: str = "a newer iterator of this SynchronizedDataLoader was made. Use that one."
+    ) -> None:
+        """Give no more batches, and the reason to who asks for one."""
+        self._is_superseded, self._reason = True, reason
 
     def _begin(self, prepare: Callable[[], bool], before: Epoch[Batch] | None) -> tuple[int | None, Flags]:
         """Meet the other ranks, and fetch and compare the first batches. Collective.

@@ -18,6 +18,7 @@ from dataloader_dispatch.synchronized.epoch import Epoch, Exchange, Place, Setti
 from dist_env import get_logger, tie_loader_workers
 
 Batch = TypeVar("Batch")
+_CLOSED = "the data loader was closed. Make a new one."
 
 
 class _Parts(Protocol):
@@ -118,9 +119,9 @@ class SynchronizedDataLoader(Generic[Batch]):
             RuntimeError: It was closed.
         """
         if self._is_closed:
-            raise RuntimeError("the data loader was closed. Make a new one.")
+            raise RuntimeError(_CLOSED)
         if self._group.size == 1:
-            return (to_device(batch, self.device) for batch in self.loader)
+            return self._alone(iter(self.loader))
         self._generator.draw()
         self._generator.renew()
         return self._pass()
@@ -234,7 +235,9 @@ class SynchronizedDataLoader(Generic[Batch]):
 
     def close(self) -> None:
         """Close the connections between the ranks, on this rank; it cannot be iterated again."""
-        self._leave()
+        left = self._leave()
+        if left is not None:
+            left.supersede(_CLOSED)
         self._is_closed = True
         self._group.close()
 
@@ -254,6 +257,12 @@ class SynchronizedDataLoader(Generic[Batch]):
             return None
         left.supersede()
         return left
+
+    def _alone(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            yield to_device(batch, self.device)
+            if self._is_closed:
+                raise RuntimeError(_CLOSED)
 
     def _pass(self) -> Iterator[Batch]:
         """A new pass, which begins where the user stands."""
