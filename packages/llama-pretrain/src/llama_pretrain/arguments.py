@@ -64,8 +64,8 @@ class PretrainArguments(DDPTrainingArguments, PipelineTrainingArguments, FSDP2Tr
 
     Every trainer takes them as they are. What belongs to one trainer only is refused while another is chosen.
 
-    The defaults train a byte-level model on the text of the Python standard library, in less than two
-    minutes on two CPU cores.
+    The defaults train a byte-level model on the text of the Python standard library, in about a minute on two
+    CPU cores.
     """
 
     unchangeable: ClassVar[Mapping[str, str]] = UNCHANGEABLE

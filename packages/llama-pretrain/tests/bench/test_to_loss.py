@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from llama_pretrain.arguments import PretrainArguments
 from llama_pretrain.bench import to_loss
 from llama_pretrain.bench.baselines import BASELINES
 from llama_pretrain.bench.to_loss import run_to_loss
 from llama_pretrain.cli import main
 from llama_pretrain.commands.arguments import BenchArguments
+from llama_pretrain.data import evaluation_loader, split_data, standard_library
+from llama_pretrain.model.llama import Llama
+from llama_pretrain.tokenizer import ByteTokenizer
 from trainer_core import ConfigurationError
 
 SMALL = ["--sequence-length", "16", "--per-device-train-batch-size", "2", "--rounds", "1", "--use-cpu"]
@@ -45,6 +51,30 @@ def test_a_loss_that_is_not_reached_fails_by_name(tmp_path: Path, monkeypatch: p
     args = BenchArguments(to_loss=0.5, sequence_length=16, per_device_train_batch_size=2, use_cpu=True)
     with pytest.raises(RuntimeError, match=r"did not reach 0\.5 in 50 steps; the nearest was [3-5]\."):
         run_to_loss("torch", args, tmp_path, 0.0)
+
+
+def test_rows_of_all_held_out_text_are_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[Tensor] = []
+    clock = to_loss.LossClock
+
+    def note(wanted: float, model: Llama, rows: Tensor, began: float) -> to_loss.LossClock:
+        evaluated.append(rows)
+        return clock(wanted, model, rows, began)
+
+    monkeypatch.setattr("llama_pretrain.bench.baselines.MOST_STEPS", 1)
+    monkeypatch.setattr(to_loss, "MOST_STEPS", 1)
+    monkeypatch.setattr(to_loss, "LossClock", note)
+    with pytest.raises(RuntimeError, match="did not reach"):
+        run_to_loss("torch", BenchArguments(to_loss=0.5, use_cpu=True), tmp_path, 0.0)
+    settings = PretrainArguments(max_eval_samples=None)
+    held_out = split_data(standard_library(), settings)[1]
+    assert held_out is not None
+    everything = torch.cat(
+        [batch["input_ids"] for batch in evaluation_loader(held_out, ByteTokenizer(), settings)]
+    )
+    assert len(evaluated[0]) == 256
+    assert torch.equal(evaluated[0][[0, -1]], everything[[0, -1]])
+    assert torch.equal(evaluated[0][128], everything[128 * (len(everything) - 1) // 255])
 
 
 @pytest.mark.parametrize(
