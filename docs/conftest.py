@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,3 +26,13 @@ def _stores_of_the_page(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
             monkeypatch.setenv(name, value)
         cache = request.getfixturevalue("tmp_path_factory").mktemp("cache")
         monkeypatch.setenv("DATALOADER_DISPATCH_CACHE_DIR", str(cache))
+
+
+@pytest.fixture(autouse=True)
+def _temporary_directories_of_the_page(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a page leaves in new temporary directories goes when pytest removes its own."""
+    place = str(tmp_path_factory.getbasetemp())
+    monkeypatch.setattr(tempfile, "tempdir", place)
+    monkeypatch.setenv("TMPDIR", place)
