@@ -65,8 +65,11 @@ EXAMPLE_OF_RANKS = {
     *("dataloader-dispatch", "model-parallel"),
     *("trainer-ddp", "trainer-fsdp2", "trainer-pipeline"),
 }
-# Packages whose tests take longest, by the time of a core.
-LONGEST = ("llama-pretrain", "trainer-core", "trainer-fsdp2", "perf-metrics", "trainer-pipeline")
+# Packages whose tests take longest on the clock, also those that mostly wait.
+LONGEST = (
+    *("llama-pretrain", "trainer-core", "dist-env", "perf-metrics", "checkpoint-core"),
+    *("dataloader-dispatch", "trainer-fsdp2", "trainer-pipeline"),
+)
 # Not in the session `extras`: what these hold our programs against changes only with the pins.
 LEFT_TO_FULL = {
     *("tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"),
