@@ -36,12 +36,16 @@ def _environ(**job: str) -> dict[str, str]:
 def _runner(warm: WarmStart, factory: pytest.TempPathFactory) -> Run:
     def run(*words: str, ranks: int = 0) -> list[subprocess.CompletedProcess[str]]:
         folder = factory.mktemp("told")
+        # What a page leaves in new temporary directories goes when pytest removes its own.
+        place = {"TMPDIR": str(factory.getbasetemp())}
         port = str(free_port())
         size = str(ranks)
         job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         jobs = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
         files = [(folder / f"out-{number}", folder / f"err-{number}") for number in range(len(jobs))]
-        running = [warm.start(words, _environ(**job), *told) for job, told in zip(jobs, files, strict=True)]
+        running = [
+            warm.start(words, _environ(**place, **job), *told) for job, told in zip(jobs, files, strict=True)
+        ]
         try:
             codes = [process.wait(LIMIT) for process in running]
         finally:

@@ -491,7 +491,11 @@ def test_no_help_needs_torch_and_threads_are_set_before_it_is_loaded() -> None:
     )
     ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    for given, told in (({}, "PASSIVE 1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None")):
+    for given, told in (
+        ({"OMP_WAIT_POLICY": "", "GOMP_SPINCOUNT": ""}, "PASSIVE 1000"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None"),
+        ({"GOMP_SPINCOUNT": "7"}, "PASSIVE 7"),
+    ):
         result = subprocess.run(
             [sys.executable, "-c", script],
             capture_output=True,

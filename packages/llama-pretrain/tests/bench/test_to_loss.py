@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from llama_pretrain.bench.to_loss import run_to_loss
 from llama_pretrain.cli import main
 from llama_pretrain.commands.arguments import BenchArguments
 from llama_pretrain.data import evaluation_loader, split_data, standard_library
+from llama_pretrain.model.config import preset
 from llama_pretrain.model.llama import Llama
 from llama_pretrain.tokenizer import ByteTokenizer
 from trainer_core import ConfigurationError
@@ -69,12 +71,21 @@ def test_rows_of_all_held_out_text_are_evaluated(tmp_path: Path, monkeypatch: py
     settings = PretrainArguments(max_eval_samples=None)
     held_out = split_data(standard_library(), settings)[1]
     assert held_out is not None
-    everything = torch.cat(
-        [batch["input_ids"] for batch in evaluation_loader(held_out, ByteTokenizer(), settings)]
-    )
-    assert len(evaluated[0]) == 256
-    assert torch.equal(evaluated[0][[0, -1]], everything[[0, -1]])
-    assert torch.equal(evaluated[0][128], everything[128 * (len(everything) - 1) // 255])
+    batches = list(evaluation_loader(held_out, ByteTokenizer(), settings))
+    rows, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+    full = rows[(labels[:, 1:] >= 0).all(1)]
+    assert 256 < len(full) < len(rows)
+    assert torch.equal(evaluated[0], full[[i * (len(full) - 1) // 255 for i in range(256)]])
+
+
+def test_rows_that_no_held_out_file_fills_are_refused(tmp_path: Path) -> None:
+    length = 10_000_000
+    config = preset("tiny", vocab_size=320, bos_token_id=256, eos_token_id=257, pad_token_id=258)
+    (tmp_path / "shape").mkdir()
+    replace(config, max_position_embeddings=length).save(tmp_path / "shape")
+    args = BenchArguments(model=str(tmp_path / "shape"), to_loss=2.0, sequence_length=length, use_cpu=True)
+    with pytest.raises(ConfigurationError, match=r"sequence_length=10000000 must be at most the length of"):
+        run_to_loss("torch", args, tmp_path, 0.0)
 
 
 @pytest.mark.parametrize(

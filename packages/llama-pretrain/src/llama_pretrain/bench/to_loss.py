@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from dataloader_dispatch import is_ignored
 from dist_env import StaticDistributedEnvironment
 from trainer_core import ConfigurationError
 
@@ -32,7 +33,8 @@ from .trial import choose_device, device_name
 EVALUATE_EVERY = 50
 """Steps between evaluations."""
 _EVALUATION_ROWS = 256
-"""Of all held-out rows, at even distances: the first ones are beginnings of documents, which are harder."""
+"""Of all held-out rows without padding, at even distances: the first ones are beginnings of documents, which
+are harder."""
 _EVALUATION_BATCH = 16
 _ENVIRONMENT = StaticDistributedEnvironment()
 
@@ -189,13 +191,23 @@ def _data(args: BenchArguments, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     assert held_out is not None
     tokenizer = ByteTokenizer()
     batches = training_loader(train, tokenizer, settings, _ENVIRONMENT)
-    evaluation = _rows(evaluation_loader(held_out, tokenizer, settings, _ENVIRONMENT))
-    spread = torch.linspace(0, len(evaluation) - 1, min(_EVALUATION_ROWS, len(evaluation))).long()
-    return _rows(islice(batches, MOST_STEPS)), evaluation[spread]
+    evaluation = list(evaluation_loader(held_out, tokenizer, settings, _ENVIRONMENT))
+    is_full = ~is_ignored(_column(evaluation, "labels")[:, 1:]).any(1)
+    full = _column(evaluation, "input_ids")[is_full]
+    if not len(full):
+        raise ConfigurationError(
+            "sequence_length",
+            args.sequence_length,
+            "must be at most the length of a held-out file of the standard library, to evaluate a full row",
+            "lower it, such as to 128",
+        )
+    count = min(_EVALUATION_ROWS, len(full))
+    spread = torch.arange(count) * (len(full) - 1) // max(count - 1, 1)
+    return _column(islice(batches, MOST_STEPS), "input_ids"), full[spread]
 
 
-def _rows(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    return torch.cat([batch["input_ids"] for batch in batches])
+def _column(batches: Iterable[Mapping[str, Tensor]], name: str) -> Tensor:
+    return torch.cat([batch[name] for batch in batches])
 
 
 def to_loss_table(trials: Mapping[str, Sequence[TimeToLoss]], failures: Mapping[str, str]) -> str:
