@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     options = _parse(arguments)
     if options.child:
-        _train()
+        print(_milliseconds(options.child))
         return
     companies, steps = ((1,), 3) if options.quick else (COMPANIES, STEPS)
     found: dict[int, dict[int, list[float]]] = {size: {spins: [] for spins in SPINS} for size in companies}
@@ -61,7 +61,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="rounds of everything (2)")
     parser.add_argument("--quick", action="store_true", help="one process, few steps: does it run?")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all results there")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=int, metavar="STEPS", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds={options.rounds} must be at least 1")
@@ -74,9 +74,8 @@ def _together(size: int, spins: int, steps: int) -> float:
         **{name: value for name, value in os.environ.items() if not name.startswith("OMP_")},
         "OMP_NUM_THREADS": str(os.cpu_count() or 1),
         "GOMP_SPINCOUNT": str(spins),
-        "STEPS": str(steps),
     }
-    command = [sys.executable, __file__, "--child"]
+    command = [sys.executable, __file__, "--child", str(steps)]
     company = [
         subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for _ in range(size)
     ]
@@ -86,7 +85,8 @@ def _together(size: int, spins: int, steps: int) -> float:
     return sum(map(float, told)) / size
 
 
-def _train() -> None:
+def _milliseconds(steps: int) -> float:
+    """Of a step of this process, after a warm-up."""
     import torch
 
     from llama_pretrain import Llama
@@ -106,7 +106,7 @@ def _train() -> None:
     model = Llama(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     rows = torch.randint(tokens.vocab_size, (ROWS, TOKENS))
-    steps = int(os.environ["STEPS"])
+    began = 0.0
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
             began = time.perf_counter()
@@ -114,7 +114,7 @@ def _train() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    print((time.perf_counter() - began) / steps * 1000)
+    return (time.perf_counter() - began) / steps * 1000
 
 
 if __name__ == "__main__":
