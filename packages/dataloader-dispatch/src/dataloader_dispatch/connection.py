@@ -399,6 +399,9 @@ class Kind(IntEnum):
     FAILURE = 3
 
 
+_RECORD_KINDS = frozenset(Kind)
+
+
 class Record(NamedTuple):
     """The beginning of every record, which a description and a payload follow.
 
@@ -430,14 +433,14 @@ class Record(NamedTuple):
         _RECORD.pack_into(memory, start, *self)
 
     @classmethod
-    def read(cls, data: memoryview) -> Record:
+    def read(cls, data: bytes) -> Record:
         """Read it.
 
         Raises:
             ValueError: It cannot be that of a record.
         """
         record = cls(*_RECORD.unpack_from(data))
-        if record.kind not in list(Kind) or record.total >= 2**56:
+        if record.kind not in _RECORD_KINDS or record.total >= 2**56:
             raise ValueError(f"it is of the kind {record.kind} and has {record.total} bytes")
         return record
 

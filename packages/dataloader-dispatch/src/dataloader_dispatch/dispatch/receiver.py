@@ -68,6 +68,7 @@ class Inbox:
         self._posted: deque[tuple[dist.Work, torch.Tensor, memoryview]] = deque()
         self._sequence = 0
         self._message = torch.empty(0, dtype=torch.uint8)
+        self._memory = memory_of(self._message)
         self._start = self._end = 0
         self._longest = 0
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -100,6 +101,18 @@ class Inbox:
             whole[filled : filled + size] = self._message[self._start : self._start + size]
             self._start, filled = self._start + size, filled + size
         return whole.to(device, non_blocking=self._pinned)
+
+    def read_bytes(self, length: int) -> bytes:
+        """The next bytes on the host; what aligns those behind them is passed over.
+
+        Raises:
+            RankFailedError, RankTimeoutError: As `read`.
+        """
+        start, num_bytes = self._start, aligned(length)
+        if num_bytes > self._end - start:
+            return memory_of(self.read(num_bytes))[:length].tobytes()
+        self._start += num_bytes
+        return self._memory[start : start + length].tobytes()
 
     def unreadable(self, reason: object) -> RankFailedError:
         """The error for a message of the root that cannot be read."""
@@ -144,7 +157,8 @@ class Inbox:
             self._post(capacity)
         except RuntimeError as error:
             raise self.unreadable(error) from error
-        self._message, self._start, self._end = buffer, HEADER_BYTES, HEADER_BYTES + num_bytes
+        self._message, self._memory = buffer, memory
+        self._start, self._end = HEADER_BYTES, HEADER_BYTES + num_bytes
 
     def _await(self, memory: memoryview) -> None:
         """Wait until the next message has begun to arrive.
@@ -250,16 +264,16 @@ class Receiver:
     def _receive(self, inbox: Inbox) -> tuple[Record, object]:
         """The next record, and what is in it: a batch, or the end or the failure of a pass."""
         try:
-            record = Record.read(memory_of(inbox.read(HEADER_BYTES)))
+            record = Record.read(inbox.read_bytes(HEADER_BYTES))
             if record.description:
-                self._learn(_bytes_of(inbox, record.description))
+                self._learn(inbox.read_bytes(record.description))
             if record.kind == Kind.BATCH:
                 if record.payload != self._layout.num_bytes:
                     raise ValueError(f"a batch of {self._layout.num_bytes} bytes in {record.payload}")
                 tensors = self._layout.tensors_in(inbox.read(record.payload, self._device), 0)
                 # Values that can be changed are made anew for each batch.
                 return record, put_together(self._skeleton if self._immutable else self._decode(), tensors)
-            failure = _bytes_of(inbox, record.payload)
+            failure = inbox.read_bytes(record.payload)
             inbox.acknowledge()
             return record, StopIteration() if record.kind == Kind.END else decode_error(failure)
         except ValueError as error:
@@ -310,7 +324,3 @@ class Receiver:
         if self._failed is not None:
             raise self._failed
         return self._inbox
-
-
-def _bytes_of(inbox: Inbox, length: int) -> bytes:
-    return memory_of(inbox.read(aligned(length)))[:length].tobytes()
