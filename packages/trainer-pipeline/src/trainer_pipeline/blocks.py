@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,22 +108,32 @@ class Passed(StandIn):
         return self._row.like_a_block(hidden_in(self.block, args, kwargs))
 
 
+class Given(NamedTuple):
+    """What a stage is called with.
+
+    Attributes:
+        hidden: The hidden state.
+        trains: Whether gradients are wanted.
+    """
+
+    hidden: Tensor
+    trains: bool
+
+
 class Entry(StandIn):
     """The first block of a stage: computes from a hidden state that comes from elsewhere."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
-        self.hidden: Tensor | None = None
-        self.trains = False
-        """Whether gradients were wanted when the stage was called."""
+        self.given: Given | None = None
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """What the block makes of `hidden`.
+        """What the block makes of the hidden state that is given.
 
         Raises:
             ConfigurationError: If the model computes its blocks without gradients, or a second time.
         """
-        if self.hidden is None or self.trains != torch.is_grad_enabled():
+        if self.given is None or self.given.trains != torch.is_grad_enabled():
             raise ConfigurationError(
                 "model_init",
                 type(self.block).__name__,
@@ -130,7 +141,7 @@ class Entry(StandIn):
                 "hands on hidden states",
                 "set activation_checkpointing instead",
             )
-        args, kwargs = with_hidden(self.block, self.hidden, args, kwargs)
+        args, kwargs = with_hidden(self.block, self.given.hidden, args, kwargs)
         return self.block(*args, **kwargs)
 
 
@@ -228,21 +239,20 @@ class BlockStage(nn.Module):
         if self.instead is not None:
             return self.instead()
         entry = self._entry[0]
-        entry.hidden, entry.trains = hidden, torch.is_grad_enabled()
+        # Past `nn.Module.__setattr__`, which takes longer than all else here.
+        vars(entry)["given"] = None if hidden is None else Given(hidden, torch.is_grad_enabled())
         try:
-            with self.row.standing(self._standing), idle(self._idle), self._verifying():
+            verified = nullcontext() if self._verified else self._verifying()
+            with self.row.standing(self._standing), idle(self._idle), verified:
                 return self.model(**inputs)
         except StageEnd as end:
             return end.hidden
         finally:
-            entry.hidden = None
+            vars(entry)["given"] = None
 
     @contextmanager
     def _verifying(self) -> Iterator[None]:
         """A context for the first call, at whose end the blocks must have been called once each, in order."""
-        if self._verified:
-            yield
-            return
         called: list[nn.Module] = []
 
         def note(module: nn.Module, args: object) -> None:
@@ -293,15 +303,25 @@ def _by_the_model(called: Sequence[nn.Module]) -> list[nn.Module]:
 class Bound(nn.Module):
     """The last stage together with the hidden state that it is given: called like the model as a whole."""
 
-    def __init__(self, stage: nn.Module, model: nn.Module, hidden: Tensor | None) -> None:
+    def __init__(self, stage: nn.Module, model: nn.Module) -> None:
         super().__init__()
-        self._held = (stage, model, hidden)
-        self.training = stage.training
+        self._held = (stage, model)
+        self._hidden: Tensor | None = None
+
+    @contextmanager
+    def given(self, hidden: Tensor | None) -> Iterator[None]:
+        """A context in which it computes from a hidden state."""
+        # Past `nn.Module.__setattr__`, which takes longer than all else here.
+        own = vars(self)
+        own["_hidden"], own["training"] = hidden, self._held[0].training
+        try:
+            yield
+        finally:
+            own["_hidden"] = None
 
     def forward(self, **inputs: object) -> object:
         """What the model returns."""
-        stage, _, hidden = self._held
-        return stage(hidden, **inputs)
+        return self._held[0](self._hidden, **inputs)
 
     def __getattr__(self, name: str) -> object:  # type: ignore[override]
         try:

@@ -110,7 +110,7 @@ class PipelineExecutor:
 
         def compute(stage: int, number: int, hidden: Tensor | None) -> Tensor | None:
             module = self._stages[stage]
-            module.place = number
+            self._queue.place = number
             if stage < last:
                 given_on: Tensor = module(hidden)
                 return given_on
@@ -305,7 +305,7 @@ class PipelineExecutor:
 
         def compute(stage: int, number: int, hidden: Tensor | None) -> Tensor | None:
             module = self._stages[stage]
-            module.place = number
+            self._queue.place = number
             output: Tensor = module.score(hidden)[0] if stage == last else module(hidden)
             _check_known(hidden, output)
             if stage == last:
@@ -325,7 +325,7 @@ class PipelineExecutor:
     def _guess(self, microbatch: Microbatch) -> tuple[ActivationSpec, ...]:
         """Take all hidden states to be like the first one, in a dry run of the first rank."""
         module = self._stages[0]
-        module.place = 0
+        self._queue.place = 0
         with self._evaluating(), torch.no_grad():
             output = module(None)
         spec = ActivationSpec(tuple(output.shape), output.dtype)

@@ -100,6 +100,8 @@ class MicrobatchQueue:
     args: TrainingArguments
     loss: TokenLoss
     microbatches: Sequence[Microbatch] = ()
+    place: int = 0
+    """Which of them is computed next."""
     divisor: Tensor | float = 1.0
     """What the losses are divided by before the backward pass."""
     losses: list[Tensor] = field(default_factory=list)
@@ -110,6 +112,11 @@ class MicrobatchQueue:
     ) -> None:
         """Put in what is to be worked on."""
         self.loss, self.microbatches, self.divisor = loss, microbatches, divisor
+
+    @property
+    def current(self) -> Microbatch:
+        """What is computed next."""
+        return self.microbatches[self.place]
 
     def clear(self) -> None:
         """Let go of it."""

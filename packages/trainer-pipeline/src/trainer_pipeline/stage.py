@@ -61,7 +61,7 @@ class Stage(PipelineStage):
             input_args=shapes.given,
             output_args=shapes.returned,
         )
-        self._forward = forward
+        self._queue = forward.queue
         self._timer = timer
         self._before_backward = before_backward
         self._after_backward = after_backward
@@ -78,13 +78,13 @@ class Stage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Compute the stage for a microbatch."""
-        self._forward.place = fwd_chunk_id
+        self._queue.place = fwd_chunk_id
         if not self.is_first:
             infos: Sequence[Any] = self.args_recv_info[fwd_chunk_id]
             for info in infos:
                 # Newer releases do this themselves; torch 2.11 does where it makes buffers.
                 info.buffer.requires_grad_(self.has_backward)
-        with self._timer.work(self.stage_index, "F", fwd_chunk_id), self._own_errors(fwd_chunk_id):
+        with self._work("F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output=False)
         if not self.is_first:
             self._drop_buffers(self.args_recv_info[fwd_chunk_id])  # the graph has what it needs of them
@@ -99,10 +99,7 @@ class Stage(PipelineStage):
     ) -> None:
         """Compute the gradients of a microbatch, or those of its inputs."""
         self._before_backward(last_backward)
-        with (
-            self._timer.work(self.stage_index, "B" if full_backward else "I", bwd_chunk_id),
-            self._own_errors(bwd_chunk_id),
-        ):
+        with self._work("B" if full_backward else "I", bwd_chunk_id):
             super().backward_one_chunk(
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
             )
@@ -114,7 +111,7 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of the weights of a microbatch."""
-        with self._timer.work(self.stage_index, "W", bwd_chunk_id), self._own_errors(bwd_chunk_id):
+        with self._work("W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if last_backward:
             self._lay_out_gradients()
@@ -187,8 +184,12 @@ class Stage(PipelineStage):
             info.buffer = self._none  # not None: torch 2.11 sets `buffer.grad` before each step
 
     @contextmanager
-    def _own_errors(self, microbatch: int) -> Iterator[None]:
-        """A context in which an error of the model is raised as it is: torch puts its arguments in front."""
+    def _work(self, kind: str, microbatch: int) -> Iterator[None]:
+        """A context around what is computed; an error of the model is raised as it is.
+
+        Torch puts its arguments in front of it.
+        """
+        began = self._timer.now()
         try:
             yield
         except RuntimeError as error:
@@ -197,6 +198,8 @@ class Stage(PipelineStage):
                 raise
             cause.add_note(f"in stage {self.stage_index}, microbatch {microbatch}")
             raise cause from None
+        finally:
+            self._timer.add(self.stage_index, kind, microbatch, began)
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         """Messages that open the connections to the stages before and after this one.

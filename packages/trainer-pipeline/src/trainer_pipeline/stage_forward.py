@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from trainer_core import autocast, predict, with_router_loss
 
 from .blocks import Bound
-from .microbatches import Microbatch, MicrobatchQueue
+from .microbatches import MicrobatchQueue
 from .schedules import StageLayout
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -121,10 +121,8 @@ class StageForward(nn.Module):
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.place = 0
-        """Which microbatch is computed next."""
-        self._model = (model,)
-        self._queue = queue
+        self._bound = (Bound(stage, model),)  # in a tuple, so that it is not a submodule
+        self.queue = queue
         self._device = device
         self._last = last
 
@@ -132,9 +130,9 @@ class StageForward(nn.Module):
         """The hidden state, or the loss of the microbatch over the divisor."""
         if self._last:
             total, _ = self.score(hidden)
-            self._queue.losses.append(total.detach())
-            return total / self._queue.divisor
-        queue, microbatch = self._queue, self._microbatch
+            self.queue.losses.append(total.detach())
+            return total / self.queue.divisor
+        queue, microbatch = self.queue, self.queue.current
 
         def compute() -> Tensor:
             with autocast(queue.args, self._device.type):
@@ -144,15 +142,10 @@ class StageForward(nn.Module):
 
     def score(self, hidden: Tensor | None) -> tuple[Tensor, object]:
         """For the last stage: the sum of the token losses of the microbatch, and the predictions."""
-        queue, microbatch = self._queue, self._microbatch
-        bound = Bound(self.stage, self._model[0], hidden)
-        with autocast(queue.args, self._device.type):
+        queue, microbatch, bound = self.queue, self.queue.current, self._bound[0]
+        with bound.given(hidden), autocast(queue.args, self._device.type):
             predictions = predict(queue.loss, bound, microbatch.inputs, microbatch.labels)
         return queue.loss(predictions, microbatch.labels), predictions
-
-    @property
-    def _microbatch(self) -> Microbatch:
-        return self._queue.microbatches[self.place]
 
 
 def checked_hidden(output: object) -> Tensor:

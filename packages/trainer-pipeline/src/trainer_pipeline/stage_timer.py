@@ -53,11 +53,11 @@ class StageTimer:
     @contextmanager
     def step(self) -> Iterator[None]:
         """A context around everything that is done for a schedule."""
-        self._step = _Step(self._mark())
+        self._step = _Step(self.now())
         try:
             yield
         finally:
-            self._step.end = self._mark()
+            self._step.end = self.now()
             step, self._step = self._step, None
             self._steps.append(step)
             if self.recording is not None:
@@ -65,36 +65,32 @@ class StageTimer:
             # The host is at most some launches ahead, so few more are ever held. To add up the newest one,
             # too, would wait for the device in a step that logs nothing.
             while len(self._steps) > _HELD and self._steps[0].end.has_passed():
-                self._add(self._steps.pop(0))
+                self._add_up(self._steps.pop(0))
 
-    @contextmanager
-    def work(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
-        """A context around what a stage computes."""
-        began = self._mark()
-        try:
-            yield
-        finally:
-            if self._step is not None:
-                self._step.parts.append((stage, kind, microbatch, began, self._mark()))
+    def now(self) -> Mark:
+        """This moment."""
+        return Mark(self._device)
+
+    def add(self, stage: int, kind: str, microbatch: int, began: Mark) -> None:
+        """Note what a stage has computed since a moment; see `Work`."""
+        if self._step is not None:
+            self._step.parts.append((stage, kind, microbatch, began, self.now()))
 
     def take(self) -> tuple[float, float]:
         """Busy and whole seconds of the schedules since the last call; waits for the device."""
         for step in self._steps:
-            self._add(step)
+            self._add_up(step)
         self._steps.clear()
         taken = self._busy, self._whole
         self._busy = self._whole = 0.0
         return taken
 
-    def _add(self, step: _Step) -> None:
+    def _add_up(self, step: _Step) -> None:
         self._busy += sum(work.end - work.start for work in step.work())
         self._whole += step.seconds()
 
-    def _mark(self) -> _Mark:
-        return _Mark(self._device)
 
-
-class _Mark:
+class Mark:
     """A moment, on the host or on the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +104,7 @@ class _Mark:
         """Whether it is over; those of the stream before it are then as well."""
         return self._event is None or self._event.query()
 
-    def since(self, earlier: _Mark) -> float:
+    def since(self, earlier: Mark) -> float:
         """Seconds."""
         if self._event is None or earlier._event is None:
             return self.host - earlier.host
@@ -118,10 +114,10 @@ class _Mark:
 
 
 class _Step:
-    def __init__(self, began: _Mark) -> None:
+    def __init__(self, began: Mark) -> None:
         self.began = began
         self.end = began
-        self.parts: list[tuple[int, str, int, _Mark, _Mark]] = []
+        self.parts: list[tuple[int, str, int, Mark, Mark]] = []
 
     def seconds(self) -> float:
         return self.end.since(self.began)
