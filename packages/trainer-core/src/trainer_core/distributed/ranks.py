@@ -184,13 +184,12 @@ class Ranks:
 
         Args:
             values: The same shape on all ranks.
-            counts: Whether those of this rank are added. By default they are what is counted of this rank's
-                data, which ranks with the same data know alike; where all have the same, nothing is sent.
+            counts: Whether those of this rank are added; by default `counts_tokens`.
 
         Returns:
             The sum, on every rank.
         """
-        if self._hosts is None or (counts is None and self.data_parallel_size == 1):
+        if self._hosts is None:
             return values
         if not (self.counts_tokens if counts is None else counts):
             values = torch.zeros_like(values)

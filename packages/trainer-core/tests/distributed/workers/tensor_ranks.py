@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from dataloader_dispatch import DataError
-from dist_env import HostSums
 from trainer_core import BuiltModel, DataParallelArguments, ModelTransform, Trainer
 
 FOLDER, RANK = Path(os.environ["FOLDER"]), int(os.environ["RANK"])
@@ -48,26 +46,6 @@ class Divided(ModelTransform):
             parallelize_module(
                 built.model, meshes.tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()}
             )
-
-
-class Asked:
-    """How often the ranks ask one another something, in each step."""
-
-    def __init__(self) -> None:
-        self.total, self.in_steps = 0, list[int]()
-        ask = HostSums.sum
-
-        def counted(sums: HostSums, numbers: Sequence[float]) -> list[float]:
-            self.total += 1
-            return ask(sums, numbers)
-
-        HostSums.sum = counted  # type: ignore[method-assign]
-
-    def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
-        self.before = self.total
-
-    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
-        self.in_steps.append(self.total - self.before)
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -121,14 +99,8 @@ def main() -> None:
         per_device_train_batch_size=4,
         save_strategy="no",
     )
-    asked = Asked()
     trainer = Trainer(
-        args,
-        parallel=[Divided()],
-        model_init=Model,
-        train_dataset=rows,
-        data_collator=collate,
-        callbacks=[asked],
+        args, parallel=[Divided()], model_init=Model, train_dataset=rows, data_collator=collate, callbacks=[]
     )
     trainer.train()
     model = trainer.model
@@ -140,7 +112,6 @@ def main() -> None:
             text = torch.cat([text, drawn], dim=1)
     undivided = {name: value.tolist() for name, value in (*model.embed.named_parameters(),)}
     notes = {"embed": undivided, "text": text.tolist(), "own": own(5)}
-    notes |= {"asked in steps": asked.in_steps, "asked": asked.total}
     notes["apart"] = own(6 + RANK)
     (FOLDER / f"notes-{RANK}.json").write_text(json.dumps(notes))
 
