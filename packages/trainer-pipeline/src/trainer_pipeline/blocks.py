@@ -303,25 +303,15 @@ def _by_the_model(called: Sequence[nn.Module]) -> list[nn.Module]:
 class Bound(nn.Module):
     """The last stage together with the hidden state that it is given: called like the model as a whole."""
 
-    def __init__(self, stage: nn.Module, model: nn.Module) -> None:
+    def __init__(self, stage: nn.Module, model: nn.Module, hidden: Tensor | None) -> None:
         super().__init__()
-        self._held = (stage, model)
-        self._hidden: Tensor | None = None
-
-    @contextmanager
-    def given(self, hidden: Tensor | None) -> Iterator[None]:
-        """A context in which it computes from a hidden state."""
-        # Past `nn.Module.__setattr__`, which takes longer than all else here.
-        own = vars(self)
-        own["_hidden"], own["training"] = hidden, self._held[0].training
-        try:
-            yield
-        finally:
-            own["_hidden"] = None
+        self._held = (stage, model, hidden)
+        self.training = stage.training
 
     def forward(self, **inputs: object) -> object:
         """What the model returns."""
-        return self._held[0](self._hidden, **inputs)
+        stage, _, hidden = self._held
+        return stage(hidden, **inputs)
 
     def __getattr__(self, name: str) -> object:  # type: ignore[override]
         try:

@@ -121,7 +121,7 @@ class StageForward(nn.Module):
     ) -> None:
         super().__init__()
         self.stage = stage
-        self._bound = (Bound(stage, model),)  # in a tuple, so that it is not a submodule
+        self._model = (model,)
         self.queue = queue
         self._device = device
         self._last = last
@@ -142,8 +142,10 @@ class StageForward(nn.Module):
 
     def score(self, hidden: Tensor | None) -> tuple[Tensor, object]:
         """For the last stage: the sum of the token losses of the microbatch, and the predictions."""
-        queue, microbatch, bound = self.queue, self.queue.current, self._bound[0]
-        with bound.given(hidden), autocast(queue.args, self._device.type):
+        queue, microbatch = self.queue, self.queue.current
+        # One for each microbatch: a loss may keep it, and call it again in the backward pass.
+        bound = Bound(self.stage, self._model[0], hidden)
+        with autocast(queue.args, self._device.type):
             predictions = predict(queue.loss, bound, microbatch.inputs, microbatch.labels)
         return queue.loss(predictions, microbatch.labels), predictions
 

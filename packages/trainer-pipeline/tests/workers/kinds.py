@@ -11,9 +11,10 @@ from ranks import Scenario
 from tiny import VOCABULARY, WIDTH, Batches, Block, Tiny, alone, curve, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dist_env import DistributedEnvInterface
-from trainer_core import MeanLoss, OutputMeanLoss, Trainer
+from trainer_core import CausalLMLoss, MeanLoss, OutputMeanLoss, Trainer
 
 
 class Pairs(nn.Module):
@@ -197,11 +198,26 @@ def of_classes() -> MeanLoss:
     return MeanLoss(functional.cross_entropy, lambda labels: torch.tensor(labels.numel()))
 
 
+class CalledAgain(CausalLMLoss):
+    """Runs the model behind its `predict`, too: where the loss is computed, and in the backward pass."""
+
+    def predict(self, model: nn.Module, inputs: Mapping[str, object], labels: Tensor) -> object:
+        """The logits, computed again in the backward pass, and how to compute them once more."""
+        logits = checkpoint(lambda: model(**inputs), use_reentrant=False)
+        return logits, partial(model, **inputs)
+
+    def __call__(self, predictions: tuple[Tensor, Callable[[], Tensor]], labels: Tensor) -> Tensor:
+        """The mean of two losses."""
+        logits, again = predictions
+        return (super().__call__(logits, labels) + super().__call__(again(), labels)) / 2
+
+
 SCENARIOS: dict[str, Scenario] = {
     "kind, tuples": partial(both, make=Tupled),
     "kind, tuples, zbv": partial(both, make=Tupled, schedule="zbv"),
     "kind, twisted": partial(both, make=Twisted),
     "kind, classes": partial(both, make=Wide, train=Rows, options={"compute_loss_func": of_classes()}),
+    "kind, called again": partial(both, make=Tiny, options={"compute_loss_func": CalledAgain()}),
     "kind, grouped": grouped,
     "kind, counted": counted,
     "kind, scored": scored,
