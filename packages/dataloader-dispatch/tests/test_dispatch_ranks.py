@@ -14,7 +14,7 @@ NOTE = "Raised by the data loader of rank 0"
 def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
     checks = (
-        "contents,independent,order,breaking,together,position,torch_loaders,random_numbers,epochs_told,"
+        "contents,texts,independent,order,breaking,together,position,torch_loaders,random_numbers,epochs_told,"
         "ended_workers,uneven,dummies,in_step,collected,errors,unsendable,refusals"
     )
     ranks = launch("dispatch_two.py", 2, checks)
@@ -36,6 +36,10 @@ def four(launch: Callable[..., list[Any]]) -> list[Any]:
 
 def test_every_kind_of_batch_arrives_as_it_was(two: list[Any]) -> None:
     assert [note["contents"] for note in two] == [[], []]
+
+
+def test_long_texts_arrive(two: list[Any]) -> None:
+    assert [note["texts"] for note in two] == [[], []]
 
 
 def test_batches_are_independent_of_one_another(two: list[Any]) -> None:

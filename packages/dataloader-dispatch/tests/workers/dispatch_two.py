@@ -74,6 +74,17 @@ def contents() -> object:
     return wrong
 
 
+def texts() -> object:
+    """Long texts, which lie beside the tensors: less than a first receive takes, and with these more."""
+    wrong = []
+    for length in (500_000, 850_000, 1_500_000):
+        value = {"text": ["a" * (length // 4)] * 4, "x": torch.arange(30_000)}
+        loader = dispatcher(List([value] * 8), prefetch=2)
+        wrong += [length for batch in loader if not same(value, batch)]
+        loader.close()
+    return wrong
+
+
 def independent() -> object:
     """Changing a batch changes no other, and what autograd saved of one tensor is not upset by another."""
     values = [{"x": torch.ones(3), "y": torch.ones(3), "list": [1], "set": {1}} for _ in range(8)]

@@ -111,6 +111,7 @@ class Inbox:
         start, num_bytes = self._start, aligned(length)
         if num_bytes > self._end - start:
             return memory_of(self.read(num_bytes))[:length].tobytes()
+        self._longest = max(self._longest, num_bytes)
         self._start += num_bytes
         return self._memory[start : start + length].tobytes()
 
