@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from _scale_counts import own_slot
 
-MOMENT_SECONDS = 0.05
+WAIT_SECONDS = 0.05
 _ADDRESS_BYTES = 152
 """What gloo of torch 2.13 tells the others of a rank, beside the name of its host."""
 
@@ -27,7 +27,7 @@ class _Work:
 
     def is_completed(self) -> bool:
         # Waits a moment: a thousand threads that ask all the time would leave none of them the processor.
-        return self._done.wait(MOMENT_SECONDS)
+        return self._done.wait(WAIT_SECONDS)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):

@@ -377,7 +377,7 @@ def _one_process_for_all(job: Job) -> Any:
     usual_poll = handshake._POLL_SECONDS
     usual_open, usual_most = control_group._open_gloo, control_group._MOST_CONNECTED
     usual_look, usual_pause = receiver._LOOK_SECONDS, receiver._LONGEST_PAUSE
-    usual_moment = _scale_memory.MOMENT_SECONDS
+    usual_moment = _scale_memory.WAIT_SECONDS
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threading.Thread.start = start  # type: ignore[method-assign]
     c10d._world = _World()
@@ -391,13 +391,13 @@ def _one_process_for_all(job: Job) -> Any:
     slower = max(1, job.size / 16)
     handshake._POLL_SECONDS = usual_poll * slower
     receiver._LOOK_SECONDS, receiver._LONGEST_PAUSE = usual_look * slower**2, usual_pause * slower
-    _scale_memory.MOMENT_SECONDS = usual_moment * slower
+    _scale_memory.WAIT_SECONDS = usual_moment * slower
     try:
         yield
     finally:
         handshake._POLL_SECONDS = usual_poll
         receiver._LOOK_SECONDS, receiver._LONGEST_PAUSE = usual_look, usual_pause
-        _scale_memory.MOMENT_SECONDS = usual_moment
+        _scale_memory.WAIT_SECONDS = usual_moment
         tree_sums.Link._write, tree_sums.Link._read = usual_write, usual_read  # type: ignore[method-assign]
         tree_sums.Link.receive = usual_receive  # type: ignore[method-assign]
         control_group._open_gloo, control_group._MOST_CONNECTED = usual_open, usual_most
