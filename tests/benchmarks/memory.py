@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     results: dict[str, Any] = {"benchmark": "memory", "machine": machine(Path.cwd(), DISTRIBUTIONS)}
     results["sizes"] = {}
-    for size in ["quick"] if options.quick else [name for name in SIZES if name != "quick"]:
+    for size in ["quick"] if options.quick else options.only.split(";"):
         found = {}
         for name in WAYS:
             found[name] = _in_process(name, size)
@@ -274,11 +274,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    sizes = ";".join(name for name in SIZES if name != "quick")
+    parser.add_argument("--only", default=sizes, help="models, separated by semicolons: %(default)r")
     parser.add_argument("--quick", action="store_true", help="a tiny model: shows that everything runs")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="directory for the picture, memory.png")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.only.split(";") if name not in SIZES]:
+        parser.error(f"--only names {unknown}; choose among {list(SIZES)}")
+    return options
 
 
 if __name__ == "__main__":
