@@ -265,7 +265,7 @@ def _plot(sizes: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) ->
         colours = ["tab:blue" if WAYS[name].label == OURS else "tab:grey" for name in names]
         plot.barh(labels, [found[name]["peak"] / 2**30 for name in names], color=colours)
         plot.axvline(found["torch"]["state"] / 2**30, color="black", linestyle=":", linewidth=1)
-        plot.set(title=f"{size}: {ROWS} x {TOKENS} tokens, float32", xlabel="peak of memory (GiB)")
+        plot.set(title=f"{size}\n{ROWS} x {TOKENS} tokens, float32", xlabel="peak of memory (GiB)")
         plot.tick_params(axis="y", labelsize=7)
     figure.savefig(path, dpi=150)
 
