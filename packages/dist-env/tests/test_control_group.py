@@ -29,6 +29,8 @@ def test_wrong_arguments_are_refused() -> None:
         ControlGroup([0], 0)
     with pytest.raises(DistributedEnvironmentError, match="timeout_seconds=inf must be a positive"):
         ControlGroup([0], float("inf"))
+    with pytest.raises(DistributedEnvironmentError, match="timeout_seconds='30' must be a positive"):
+        ControlGroup([0], "30")  # type: ignore[arg-type]
     with pytest.raises(DistributedEnvironmentError, match="ranks is empty"):
         ControlGroup([], 1.0)
     with pytest.raises(DistributedEnvironmentError, match="2 ranks need a process group, and there is none"):

@@ -128,7 +128,8 @@ class ControlGroup:
     def __init__(
         self, ranks: Sequence[int], timeout_seconds: float, *, doing: str = "opening the control group"
     ) -> None:
-        if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
+        is_number = isinstance(timeout_seconds, int | float)  # a file or a command line may give text
+        if not (is_number and timeout_seconds > 0 and math.isfinite(timeout_seconds)):
             raise DistributedEnvironmentError(
                 f"timeout_seconds={timeout_seconds!r} must be a positive, finite number, such as 60."
             )
