@@ -15,7 +15,7 @@ def two(launch: Callable[..., list[Any]]) -> list[Any]:
     """What both ranks of a job of two tell, having left without closing their last dispatcher."""
     checks = (
         "contents,texts,independent,order,breaking,together,position,torch_loaders,random_numbers,epochs_told,"
-        "ended_workers,uneven,dummies,in_step,collected,errors,unsendable,refusals"
+        "ended_workers,uneven,dummies,in_step,collected,copies,errors,unsendable,refusals"
     )
     ranks = launch("dispatch_two.py", 2, checks)
     assert [rank.code for rank in ranks] == [0, 0], ranks
@@ -101,6 +101,12 @@ def test_state_counts_what_was_received(two: list[Any]) -> None:
     assert kept == {"epoch": 4, "position": 2}
     assert following == 4002
     assert two[1]["position"] == [{}, True, 8, {}, {}, {}, {}, 4003, False]
+
+
+def test_a_state_is_copied_for_who_asks_for_it_and_not_for_the_epoch(two: list[Any]) -> None:
+    """A trainer asks for the epoch in every step, and the state of a loader may be large."""
+    assert two[0]["copies"] == [[0], 0, 2, 2]
+    assert two[1]["copies"][:3] == [[0], 0, 0]
 
 
 def test_a_dataset_is_told_each_epoch_once(two: list[Any]) -> None:

@@ -453,6 +453,35 @@ def refusals() -> object:
     return [result[:2] for result in results]
 
 
+class Large:
+    """Something that counts how often the main thread copies it."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: object) -> Large:
+        Large.copies += threading.current_thread() is threading.main_thread()
+        return Large()
+
+
+class LargeState(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "large": Large()}
+
+
+def copies() -> object:
+    """How often the state is copied for the epoch, and for the state itself, which is one of its own."""
+    loader = dispatcher(LargeState(20))
+    next(iter(loader))
+    before = Large.copies
+    epochs = {loader.epoch for _ in range(5)} | {int(loader.epoch_progress)}
+    for_epoch = Large.copies - before
+    mine = loader.state_dict()
+    mine["position"] = -1
+    position = loader.state_dict().get("position")
+    loader.close()
+    return [sorted(epochs), for_epoch, Large.copies - before, position]
+
+
 for check in sys.argv[1].split(","):
     notes[check] = globals()[check]()
 # Neither closed nor read to its end, as many programs leave it.

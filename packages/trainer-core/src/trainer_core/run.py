@@ -197,11 +197,11 @@ class Run:
 
     def update_epoch(self) -> None:
         """Bring `state.epoch` up to date, with its fraction where epoch length or loader tell it."""
-        state, epoch = self.state, epoch_of(self.loader)
+        state = self.state
         state.epoch = float(state.raw_epoch)
         if state.epoch_train_steps:
             state.epoch += min(1.0, self.steps_in_epoch / state.epoch_train_steps)
-        elif epoch is not None and epoch >= state.raw_epoch:
+        elif (epoch := epoch_of(self.loader)) is not None and epoch >= state.raw_epoch:
             # A loader whose epoch was left early learns of the next one only when that begins.
             state.epoch = epoch + epoch_progress_of(self.loader)
 

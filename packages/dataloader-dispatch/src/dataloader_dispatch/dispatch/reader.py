@@ -161,7 +161,7 @@ class Reader:
         self._is_ahead = bool(taken.batches)
 
     def snapshot(self, generation: int | None) -> Snapshot:
-        """Where the caller stands.
+        """Where the caller stands. Its state is not a copy: many ask only for the epoch, in every step.
 
         Args:
             generation: The pass that was asked for last, if it is still going on.
@@ -170,7 +170,7 @@ class Reader:
             with self._lock:
                 self._begin(generation)
         if self._is_ahead:
-            return self._consumed._replace(state=copy.deepcopy(self._consumed.state))
+            return self._consumed
         with self._lock:
             return self._look()
 

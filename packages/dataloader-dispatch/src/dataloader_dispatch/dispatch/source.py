@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -119,7 +120,7 @@ class Source:
         self._reader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, object]:
-        return self._snapshot().state or {}
+        return copy.deepcopy(self._snapshot().state or {})
 
     def move(self, go: Callable[[Position], None]) -> None:
         self._retire()
