@@ -150,15 +150,17 @@ def generation_rows(summary: Mapping[str, Any], lengths: Sequence[int] = LENGTHS
 def summarise_steps(rounds: Sequence[Told]) -> dict[str, Any]:
     """The figures of one model, by contender: means of the ranks.
 
-    A paired ratio is that of the medians of two contenders in the same round.
+    A paired ratio is that of two contenders in one turn.
     """
+
+    def ranks(told: Told, label: str, clock: str) -> list[list[float]]:
+        # Only the first rank hands over, and knows the time without that of the others' turns.
+        return [rank["contenders"][label][clock] for rank in (told if clock == "cpu" else told[:1])]
+
     samples: dict[str, dict[str, list[list[float]]]] = {
         label: {
             clock: [
-                [
-                    statistics.fmean(window)
-                    for window in zip(*(rank["contenders"][label][clock] for rank in told), strict=True)
-                ]
+                [statistics.fmean(window) for window in zip(*ranks(told, label, clock), strict=True)]
                 for told in rounds
             ]
             for clock in ("cpu", "wall")
@@ -181,9 +183,7 @@ def summarise_steps(rounds: Sequence[Told]) -> dict[str, Any]:
 def _compared(label: str, samples: Mapping[str, Mapping[str, list[list[float]]]]) -> dict[str, Any]:
     def over(other: str, clock: str) -> dict[str, Any]:
         own, beside = samples[label][clock], samples[other][clock]
-        pairs = [
-            (statistics.median(one), statistics.median(two)) for one, two in zip(own, beside, strict=True)
-        ]
+        pairs = [pair for one, two in zip(own, beside, strict=True) for pair in zip(one, two, strict=True)]
         quiet = [spread([value for each in part for value in each])["quiet"] for part in (own, beside)]
         return {
             "ms_quiet": quiet[0] - quiet[1],
@@ -210,12 +210,13 @@ def step_rows(summary: Mapping[str, Any], shape: str) -> list[list[str]]:
             "over bare, fused: ms, quiet",
             "ratio, quiet",
             "ratio, median (10 % to 90 %)",
-            "wall ratio, quiet",
+            "wall ratio, median (10 % to 90 %)",
         ]
     ]
     for label in CONTENDERS:
         told, wall = summary[label]["cpu"], summary[label]["wall"]
         over, ratio = told["over_bare_fused"], told["over_bare_fused"]["ratio"]
+        beside = wall["over_bare_fused"]["ratio"]
         table.append(
             [
                 label,
@@ -223,7 +224,7 @@ def step_rows(summary: Mapping[str, Any], shape: str) -> list[list[str]]:
                 f"{over['ms_quiet']:+.2f}",
                 f"{over['ratio_quiet']:.3f}",
                 f"{ratio['median']:.3f} ({ratio['quiet']:.3f} to {ratio['high']:.3f})",
-                f"{wall['over_bare_fused']['ratio_quiet']:.3f}",
+                f"{beside['median']:.3f} ({beside['quiet']:.3f} to {beside['high']:.3f})",
             ]
         )
     return table

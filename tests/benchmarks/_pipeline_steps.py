@@ -2,7 +2,8 @@
 
 Everybody: next-token cross-entropy averaged over the tokens of the step, AdamW with a learning rate of 1e-3
 that falls linearly to 0 and no weight decay, gradients clipped to a norm of 1 over both stages, a log entry
-every 50 steps. The model keeps the time itself, by the calls of its forward; see `_step_work`.
+every 50 steps. The model keeps the time itself, by the calls of its forward; see `_step_work`. Each contender
+has ranks of its own, and they take turns of 50 steps.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from _ddp_work import StepClock
-from _step_work import CLIP_NORM, LEARNING_RATE, LOG_EVERY, WARM_UP, Example, mean_loss
+from _pipeline_worlds import hand_over
+from _step_work import CLIP_NORM, LEARNING_RATE, LOG_EVERY, WARM_UP, Clock, Example, Window, mean_loss
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim import AdamW
@@ -69,10 +71,42 @@ SHAPES = {
 }
 
 
+class TurnClock(Clock):
+    """Notes what windows of steps cost on this rank, and hands over after each of them on the first one."""
+
+    def __init__(self, *, hands_over: bool) -> None:
+        super().__init__()
+        self.microbatches = 0
+        self.measured: list[Window] = []
+        self._hands_over = hands_over
+        self._began: tuple[float, float] | None = None
+
+    def tick(self) -> None:
+        """Count a forward pass, of which a step has several; the first one begins it."""
+        if not torch.is_grad_enabled():
+            return  # learns the shapes of what is sent
+        self.microbatches += 1
+        if self.microbatches % MICROBATCHES == 1:
+            super().tick()
+
+    def note(self) -> None:
+        """A window ends, and the next one begins."""
+        if self._began is not None:
+            cpu, wall = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
+            self.measured.append(Window(cpu / LOG_EVERY * 1e3, wall / LOG_EVERY * 1e3))
+        if self._hands_over:
+            hand_over()
+        self._began = (time.process_time(), time.perf_counter())
+
+    def windows(self) -> list[Window]:
+        """Oldest first."""
+        return self.measured
+
+
 class Clocked(nn.Module):
     """A Llama that counts its calls: one for each microbatch."""
 
-    def __init__(self, config: LlamaConfig, clock: StepClock) -> None:
+    def __init__(self, config: LlamaConfig, clock: TurnClock) -> None:
         super().__init__()
         self.llama = Llama(config)
         self.clock = clock
@@ -123,36 +157,43 @@ class Run(NamedTuple):
 
 
 def measure(
-    env: DistributedEnvInterface, *, shape: str, windows: int, shift: int, directory: str
-) -> dict[str, Any]:
-    """All contenders once, after one another.
+    env: DistributedEnvInterface, *, label: str, shape: str, windows: int, directory: str
+) -> tuple[Run, dict[str, Tensor]]:
+    """Train one contender.
 
     Args:
         env: This rank.
+        label: Which contender.
         shape: Name of the model.
         windows: Of 50 steps each, after a warm-up.
-        shift: How many contenders come last that are named first.
         directory: Where the trainer may write.
 
     Returns:
-        For each contender its windows, and the deviations of the others from the bare loop.
+        What it did on this rank, and the weights that it began with.
+    """
+    steps = WARM_UP + LOG_EVERY * windows + 1
+    examples = _examples(SHAPES[shape], steps)
+    gc.collect()
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        run = _run(env, label, SHAPES[shape].config, examples, steps, Path(directory))
+    return run, _weights(_model(SHAPES[shape].config, env))
+
+
+def figures(told: Mapping[str, Sequence[tuple[Run, dict[str, Tensor]]]]) -> list[dict[str, Any]]:
+    """What all contenders did, for each rank, and the deviations of the others from the bare loop.
 
     Raises:
         ValueError: A contender did other work.
     """
-    steps = WARM_UP + LOG_EVERY * windows + 1
-    examples = _examples(SHAPES[shape], steps)
-    runs: dict[str, Run] = {}
-    for label in CONTENDERS[shift:] + CONTENDERS[:shift]:
-        gc.collect()
-        dist.barrier()
-        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            runs[label] = _run(env, label, SHAPES[shape].config, examples, steps, Path(directory))
-    figures = {
-        label: {"cpu": run.cpu, "wall": run.wall, "setup": run.setup, "loss": run.loss}
-        for label, run in runs.items()
-    }
-    return {"contenders": figures, "deviations": _deviations(runs, _model(SHAPES[shape].config))}
+    found = []
+    for rank, (_, begin) in enumerate(told[BARE]):
+        runs = {label: each[rank][0] for label, each in told.items()}
+        contenders = {
+            label: {"cpu": run.cpu, "wall": run.wall, "setup": run.setup, "loss": run.loss}
+            for label, run in runs.items()
+        }
+        found.append({"contenders": contenders, "deviations": _deviations(runs, begin)})
+    return found
 
 
 def _examples(shape: Shape, steps: int) -> list[Example]:
@@ -161,9 +202,13 @@ def _examples(shape: Shape, steps: int) -> list[Example]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def _model(config: LlamaConfig) -> Clocked:
+def _model(config: LlamaConfig, env: DistributedEnvInterface) -> Clocked:
     torch.manual_seed(0)
-    return Clocked(config, StepClock(accumulation=MICROBATCHES))
+    return Clocked(config, TurnClock(hands_over=env.rank == 0))
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().double() for name, value in model.named_parameters()}
 
 
 def _run(
@@ -181,9 +226,8 @@ def _run(
         model, loss = _bare(env, config, examples, steps, fused=True if label == BARE_FUSED else None)
     clock = model.clock
     windows = clock.windows()
-    weights = {name: value.detach().double() for name, value in model.named_parameters()}
     setup = clock.first[1] - began if clock.first else 0.0
-    return Run([each.cpu for each in windows], [each.wall for each in windows], setup, loss, weights)
+    return Run([each.cpu for each in windows], [each.wall for each in windows], setup, loss, _weights(model))
 
 
 def _bare(
@@ -196,7 +240,7 @@ def _bare(
 ) -> tuple[Clocked, float | None]:
     """The loop that one writes with torch.distributed.pipelining; each rank reads what it needs."""
     first = env.rank == 0
-    model = _model(config)
+    model = _model(config, env)
     half = Half(model, first=first)
     stage = PipelineStage(half, env.rank, env.world_size, env.device)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=mean_loss)
@@ -246,7 +290,7 @@ def _ours(
         pipeline=PipelineArguments(schedule="1f1b", n_microbatches=MICROBATCHES),
     )
     trainer = PipelineTrainer(
-        args, model_init=lambda: _model(config), train_dataset=examples, distributed_env=env
+        args, model_init=lambda: _model(config, env), train_dataset=examples, distributed_env=env
     )
     trainer.train()
     losses = [
@@ -257,7 +301,7 @@ def _ours(
     return cast("Clocked", trainer.unwrapped_model()), cast("float", losses[-1])
 
 
-def _deviations(runs: dict[str, Run], begin: Clocked) -> dict[str, dict[str, float]]:
+def _deviations(runs: Mapping[str, Run], first: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
     """How far each contender ended from the bare loop, on this rank.
 
     Raises:
@@ -266,7 +310,6 @@ def _deviations(runs: dict[str, Run], begin: Clocked) -> dict[str, dict[str, flo
     bare, ours = runs[BARE], runs[OURS]
     # A bare loop leaves the other half in its model, as it was.
     names = list(ours.weights)
-    first = {name: value.detach().double() for name, value in begin.named_parameters()}
     way = _distance(bare.weights, first, names)
     found: dict[str, dict[str, float]] = {}
     for label, run in runs.items():
@@ -282,6 +325,6 @@ def _deviations(runs: dict[str, Run], begin: Clocked) -> dict[str, dict[str, flo
     return found
 
 
-def _distance(one: dict[str, Tensor], other: dict[str, Tensor], names: list[str]) -> float:
+def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor], names: Sequence[str]) -> float:
     squares = [torch.linalg.vector_norm(one[name] - other[name]) for name in names]
     return float(torch.linalg.vector_norm(torch.stack(squares)))

@@ -53,9 +53,13 @@ class Clock:
         if self.steps == 0:
             self.first = (time.process_time(), time.perf_counter())
         elif (self.steps - WARM_UP) % LOG_EVERY == 0:
-            self.cpu.append(time.process_time())
-            self.wall.append(time.perf_counter())
+            self.note()
         self.steps += 1
+
+    def note(self) -> None:
+        """A window ends, and the next one begins."""
+        self.cpu.append(time.process_time())
+        self.wall.append(time.perf_counter())
 
     def windows(self) -> list[Window]:
         """What was measured between the notes, oldest first."""

@@ -23,7 +23,8 @@ Time is that of the slowest rank; processor time is that of all ranks together.
 
 Steps: two ranks train a Llama of two layers by 1f1b, with `PipelineTrainer` and with a bare loop around
 torch.distributed.pipelining that is cut by hand; another loss, or other weights, in the end is an error. CPU
-milliseconds of a process with all of its threads, mean of the ranks. There are no peers: Lightning and
+milliseconds of a process with all of its threads, mean of the ranks. They have processes of their own, which
+take turns of 50 steps, so that ratios are of moments of the same machine. There are no peers: Lightning and
 Hugging Face Trainer train no pipelines, Accelerate runs them for inference only.
 
 "Quiet" is the 10th percentile of all samples: what it costs when little else runs. Nothing is asserted about
@@ -61,7 +62,7 @@ from _pipeline_report import (
     summarise_generation,
     summarise_steps,
 )
-from _pipeline_worlds import World
+from _pipeline_worlds import World, take_turns
 from _step_work import LOG_EVERY
 from _timing import machine, print_table
 
@@ -69,7 +70,7 @@ PARTS = {
     "bubble": {bubble.RANKS},
     "accumulation": {accumulation.RANKS},
     "generation": set(generation.SIZES),
-    "steps": {2},
+    "steps": set(),  # they make their own
 }
 """And the sizes of the worlds that each one takes."""
 SCHEDULES = (
@@ -164,15 +165,15 @@ def _generation_round(
 def _steps_round(
     worlds: dict[int, World], samples: Samples, options: argparse.Namespace, folder: str, number: int
 ) -> None:
-    for shape in steps.SHAPES:
-        told = worlds[2].run(
-            steps.measure,
-            shape=shape,
-            windows=options.windows,
-            shift=number % len(steps.CONTENDERS),
-            directory=folder,
-        )
-        samples.steps[shape].append(told)
+    given = {"windows": options.windows, "directory": folder}
+    with ExitStack() as stack:
+        # Each has its own: a trainer switches things in its process, such as the collection of garbage.
+        own = {label: stack.enter_context(World(2)) for label in _turned(steps.CONTENDERS, number)}
+        for shape in steps.SHAPES:
+            told = take_turns(
+                own, steps.measure, {label: {**given, "label": label, "shape": shape} for label in own}
+            )
+            samples.steps[shape].append(steps.figures(told))
 
 
 _ROUND = {
