@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -47,9 +49,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the garbage collector leave alone what is there before the first test: torch, and the tests.
 
     It would go through a million objects each time, and a forked process that does so copies all their pages.
-    Pages of the documentation say what is frozen when: theirs begin with nothing.
+    Pages of the documentation say what is frozen when: theirs begin with nothing. What their examples write
+    into folders of their own goes with the session.
     """
-    if not any(item.path.suffix == ".md" for item in session.items):
+    if any(item.path.suffix == ".md" for item in session.items):
+        tempfile.tempdir = tempfile.mkdtemp(prefix="examples-")
+        session.config.add_cleanup(functools.partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
+    else:
         gc.collect()
         gc.freeze()
 
