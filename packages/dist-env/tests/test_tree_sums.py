@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from dist_env import DistributedEnvironmentError, HostSums, StaticDistributedEnvironment
+from dist_env import DistributedEnvironmentError, HostSums, StaticDistributedEnvironment, tree_sums
 
 HOST = socket.gethostname()
 
@@ -24,6 +26,22 @@ def test_bad_use_is_refused() -> None:
         HostSums(StaticDistributedEnvironment(), timeout=0)
     with pytest.raises(DistributedEnvironmentError, match="there is none"):
         HostSums(StaticDistributedEnvironment(world_size=2, local_world_size=2))
+
+
+def test_a_rank_that_is_stopped_before_it_says_who_it_is_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take itself for connected, and the other one would wait for it until its time is up."""
+    secret, began = b"0123456789abcdef", time.monotonic()
+    with tree_sums.listen() as (listener, address):
+        callers = tree_sums._Callers(listener, secret)
+        host, port = address.rsplit(":", 1)
+        with closing(callers), socket.create_connection((host, int(port))) as caller:
+            assert callers.wait(10) == []
+            monkeypatch.setattr(time, "monotonic", lambda: began + 3600)
+            assert callers.wait(0) == []
+            caller.sendall(tree_sums._INTRODUCTION.pack(secret, 7))
+            ((rank, connection),) = callers.wait(10)
+            connection.close()
+    assert rank == 7
 
 
 def test_a_killed_rank_ends_all_and_is_named(launch: Callable[..., Any]) -> None:

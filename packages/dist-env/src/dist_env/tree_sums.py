@@ -31,7 +31,6 @@ _FAN_OUT = 16
 _HEADER = struct.Struct("<II")
 _INTRODUCTION = struct.Struct("<16sI")
 _LOOK_SECONDS = 0.5
-_SILENT_STRANGER_SECONDS = 5.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 """A host that vanished without a word is noticed after two minutes."""
 
@@ -287,6 +286,8 @@ def connect(address: str, secret: bytes, rank: int, name: str, seconds: float) -
 class _Callers:
     """Whoever has connected and has not yet said who it is; the silent ones do not keep the others waiting.
 
+    Nobody is sent away for being silent: a rank may be stopped at just this point, and would not learn of it.
+
     Args:
         listener: Where they connect.
         secret: What a rank says first.
@@ -295,7 +296,7 @@ class _Callers:
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self._listener = listener
         self._secret = secret
-        self._said: dict[socket.socket, tuple[float, bytes]] = {}
+        self._said: dict[socket.socket, bytes] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -310,10 +311,6 @@ class _Callers:
             connection: socket.socket = key.data
             if (rank := self._hear(connection)) is not None:
                 introduced.append((rank, connection))
-        too_long = time.monotonic() - _SILENT_STRANGER_SECONDS
-        for connection in [each for each, (since, _) in self._said.items() if since < too_long]:
-            self._forget(connection)
-            connection.close()
         return introduced
 
     def close(self) -> None:
@@ -328,19 +325,19 @@ class _Callers:
         except OSError:
             return  # It has gone again.
         connection.setblocking(False)
-        self._said[connection] = time.monotonic(), b""
+        self._said[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _hear(self, connection: socket.socket) -> int | None:
         """The rank of a connection, once it has said so; others are closed."""
-        since, said = self._said[connection]
+        said = self._said[connection]
         try:
             more = connection.recv(_INTRODUCTION.size - len(said))
         except OSError:
             more = b""
         said += more
         if more and len(said) < _INTRODUCTION.size:
-            self._said[connection] = since, said
+            self._said[connection] = said
             return None
         self._forget(connection)
         if more:
