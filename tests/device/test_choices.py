@@ -241,8 +241,9 @@ def test_the_timer_of_stages_waits_only_when_it_is_read(monkeypatch: pytest.Monk
         for _ in range(8):
             with timer.step():
                 for microbatch in range(2):
-                    with timer.work(0, "F", microbatch):
-                        host.copy_(matrix @ matrix, non_blocking=True)
+                    began = timer.now()
+                    host.copy_(matrix @ matrix, non_blocking=True)
+                    timer.add(0, "F", microbatch, began)
     assert not waits
     assert len(timer._steps) <= 3
     busy, whole = timer.take()
@@ -253,8 +254,10 @@ def test_the_timer_of_stages_waits_only_when_it_is_read(monkeypatch: pytest.Monk
 def test_reading_the_timer_waits_for_work_under_way() -> None:
     timer, host = stage_timer.StageTimer(CUDA), torch.empty(64, pin_memory=True)
     device = torch.ones(64, device="cuda")
-    with timer.step(), timer.work(0, "F", 0):
+    with timer.step():
+        began = timer.now()
         host.copy_(device, non_blocking=True)
+        timer.add(0, "F", 0, began)
     with fakecuda.recorded_waits() as waits:
         busy, whole = timer.take()
     assert [wait.what for wait in waits] == ["Event.synchronize"]
