@@ -20,6 +20,7 @@ from checkpoint_core import (
 )
 from checkpoint_core.encoding import encode_state
 from checkpoint_core.manifest import verify_checkpoint
+from checkpoint_core.shared_files import RankReport, gather_reports
 from dist_env import StaticDistributedEnvironment
 
 Worked = subprocess.CompletedProcess[str]
@@ -58,12 +59,12 @@ def test_what_a_thousand_ranks_report_alike_is_looked_at_once(monkeypatch: pytes
     state = encode_state({"values": {f"t{number}": torch.ones(3) for number in range(50)}}, sharded=True)
     joined = sharded.join_states(ranks, "saving", {"some": state}, "error")["some"]
     assert len(joined.specs) == len(joined.parts) == len(looked) == 50
-    # Where a caller may change what a rank has reported, each has its own.
     first, second, *_ = ranks.run("saving", lambda: {"files": {}})
-    assert first == second
-    assert first is not second
-    first, second, *_ = ranks.run("saving", lambda: {"files": {}}, share_equal=True)
     assert first is second
+    # To what a rank has written, files are added: each has a report of its own.
+    first, second, *_ = gather_reports(ranks, "saving", lambda: RankReport(components={}, files={}))
+    first["files"]["more"] = (1, 2)
+    assert second["files"] == {}
 
 
 @pytest.fixture(scope="module")

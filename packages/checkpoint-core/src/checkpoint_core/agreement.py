@@ -149,18 +149,18 @@ class RankAgreement:
         if group is not None:
             group.close()
 
-    def run(self, phase: str, action: Callable[[], _T], *, share_equal: bool = False) -> list[_T]:
+    def run(self, phase: str, action: Callable[[], _T]) -> list[_T]:
         """Run one step on every rank. Collective.
 
         Args:
             phase: What the step does, for messages, such as ``saving checkpoint-10``.
             action: The step. Its result travels as JSON: dict with text keys, list, str, int, float, bool
                 and None.
-            share_equal: Let equal results be one object, which the caller must not change. Parsed for each of
-                thousands of ranks, a table of a large model fills the memory.
 
         Returns:
-            The results of all ranks, by rank.
+            The results of all ranks, by rank. Those of ranks that say the same are one object, which nobody
+            may change: parsed for each of thousands of ranks, a table of a large model would fill the memory,
+            and a word from each take as long as all else.
 
         Raises:
             CheckpointError: On every rank, with the same message, when the step failed on any; or when a rank
@@ -180,8 +180,8 @@ class RankAgreement:
         reports = [report]
         if self.world_size > 1:
             texts = self._exchange(phase, report, failure)
-            parsed = {text: json.loads(text) for text in set(texts)} if share_equal else {}
-            reports = [parsed.get(text) or json.loads(text) for text in texts]
+            parsed: dict[str, _Report[_T]] = {text: json.loads(text) for text in set(texts)}
+            reports = [parsed[text] for text in texts]
         if failure is not None and not isinstance(failure, Exception):
             raise failure  # Ctrl-C stays Ctrl-C where it was pressed.
         failed = {rank: report for rank, report in enumerate(reports) if report["error"] is not None}

@@ -2,11 +2,10 @@
 
 import logging
 import uuid
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 import torch
 
@@ -51,7 +50,16 @@ from checkpoint_core.manifest import (
 from checkpoint_core.model_state import ModelState, OptimizerState, config_bytes
 from checkpoint_core.replication import Replica, find_mismatches
 from checkpoint_core.sharded import WholeState, join_states
-from checkpoint_core.shared_files import begin_save, needs_one_writer, write_exchanged_files, write_own_files
+from checkpoint_core.shared_files import (
+    RankReport,
+    Shares,
+    begin_save,
+    check_one_writer,
+    gather_reports,
+    needs_one_writer,
+    write_exchanged_files,
+    write_own_files,
+)
 from checkpoint_core.store_path import locate
 from checkpoint_core.tensor_files import (
     MODEL_STEM,
@@ -68,8 +76,6 @@ from checkpoint_core.tensor_owners import WholeFiles, assign_owners
 
 _logger = logging.getLogger(__name__)
 METRICS_NAME = "eval_metrics.json"
-Shares = dict[str, tuple[int, int]]
-"""Size of a file and the share of one writer in its checksum, by file name."""
 
 
 def capture(stateful: Stateful, *, sharded: bool) -> EncodedState:
@@ -305,14 +311,6 @@ class Preprocessor(Protocol):
         ...
 
 
-class RankReport(TypedDict):
-    """What one rank wrote."""
-
-    components: dict[str, tuple[list[str], str, dict[str, str]]]
-    """Files, format and tied names of each component whose files it made."""
-    files: Shares
-
-
 @dataclass(kw_only=True)
 class CheckpointSave:
     """The save of one step: :meth:`capture` while the training waits, then :meth:`commit`, on any thread."""
@@ -398,7 +396,7 @@ class CheckpointSave:
     def _write_all(self, needed: int) -> None:
         ranks, phase = self.ranks, self._phase
         staging = begin_save(ranks, phase, self.final.parent, lambda: self._begin(needed))
-        reports = ranks.run(phase, lambda: self._write(staging))
+        reports = gather_reports(ranks, phase, lambda: self._write(staging))
         # In the order that all ranks know: each may declare its components in another one.
         for key in self.plan.sharded:
             written = self._files[key].exchange(ranks, f"{phase}, component {key!r}", staging)
@@ -534,28 +532,6 @@ class CheckpointSave:
             versions=current_versions(),
             nodes=len(self.ranks.nodes()) if self.ranks.is_spread else 1,
         )
-
-
-def check_one_writer(reports: Sequence[RankReport]) -> None:
-    """Refuse a checkpoint of which two ranks have written one file, each somewhere else.
-
-    Args:
-        reports: What each rank wrote.
-
-    Raises:
-        CheckpointError: Naming the file.
-    """
-    writers = Counter(name for report in reports for name in report["files"])
-    if twice := sorted(name for name, count in writers.items() if count > 1):
-        raise written_twice(twice[0])
-
-
-def written_twice(name: str) -> CheckpointError:
-    """The error for a file that two parts of a checkpoint want to write."""
-    return CheckpointError(
-        f"two parts of the checkpoint want to write {name}. Rename the component key that clashes with "
-        "another component or with a file of the preprocessor."
-    )
 
 
 def save_preprocessor(preprocessor: Preprocessor, directory: Path) -> Shares:

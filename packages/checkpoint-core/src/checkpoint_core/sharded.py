@@ -70,11 +70,7 @@ def join_states(
     """
     if not captured:
         return {}
-    tables = ranks.run(
-        phase,
-        lambda: {key: _table(key, state, ranks) for key, state in captured.items()},
-        share_equal=True,
-    )
+    tables = ranks.run(phase, lambda: {key: _table(key, state, ranks) for key, state in captured.items()})
     documents = _exchange_documents(ranks, phase, captured, tables)
     result: dict[str, WholeState] = {}
 

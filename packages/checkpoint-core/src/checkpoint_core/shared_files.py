@@ -10,8 +10,10 @@ Where ranks may not, each file of a SHARDED state is written by its owner; see `
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from checkpoint_core.agreement import RankAgreement
 from checkpoint_core.directory import machine_token
@@ -25,6 +27,44 @@ COHERENT = frozenset({"beegfs", "ceph", "gfs2", "gpfs", "lustre", "ocfs2", "panf
 """File systems, as the kernel names them, on which hosts may write to ranges of one file."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
+Shares = dict[str, tuple[int, int]]
+"""Size of a file and the share of one writer in its checksum, by file name."""
+
+
+class RankReport(TypedDict):
+    """What one rank wrote."""
+
+    components: dict[str, tuple[list[str], str, dict[str, str]]]
+    """Files, format and tied names of each component whose files it made."""
+    files: Shares
+
+
+def gather_reports(ranks: RankAgreement, phase: str, write: Callable[[], RankReport]) -> list[RankReport]:
+    """Write on every rank, and get the reports of all, to which files may be added. Collective."""
+    reports = ranks.run(phase, write)
+    return [RankReport(components=each["components"], files=dict(each["files"])) for each in reports]
+
+
+def check_one_writer(reports: Sequence[RankReport]) -> None:
+    """Refuse a checkpoint of which two ranks have written one file, each somewhere else.
+
+    Args:
+        reports: What each rank wrote.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    writers = Counter(name for report in reports for name in report["files"])
+    if twice := sorted(name for name, count in writers.items() if count > 1):
+        raise written_twice(twice[0])
+
+
+def written_twice(name: str) -> CheckpointError:
+    """The error for a file that two parts of a checkpoint want to write."""
+    return CheckpointError(
+        f"two parts of the checkpoint want to write {name}. Rename the component key that clashes with "
+        "another component or with a file of the preprocessor."
+    )
 
 
 def file_system(directory: Path) -> str | None:

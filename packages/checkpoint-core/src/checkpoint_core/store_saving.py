@@ -40,13 +40,10 @@ from checkpoint_core.saving import (
     METRICS_NAME,
     CheckpointSave,
     ComponentFiles,
-    RankReport,
-    Shares,
-    check_one_writer,
     divide_into_files,
     save_preprocessor,
-    written_twice,
 )
+from checkpoint_core.shared_files import RankReport, Shares, check_one_writer, gather_reports, written_twice
 from checkpoint_core.store_directory import OtherRuns, claim, delete_directory, put_marker
 from checkpoint_core.store_path import STORE_THREADS, StorePath, locate, store_place
 from checkpoint_core.tensor_files import file_content
@@ -98,7 +95,7 @@ class StoreSave(CheckpointSave):
     def _write_all(self, needed: int) -> None:
         ranks, phase = self.ranks, self._phase
         ranks.run_on_leaders(phase, self._claim)
-        reports = ranks.run(phase, self._upload_own)
+        reports = gather_reports(ranks, phase, self._upload_own)
         # In the order that all ranks know: each may declare its components in another one.
         for key in self.plan.sharded:
             files = self._files[key]

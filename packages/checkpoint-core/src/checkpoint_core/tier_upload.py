@@ -10,7 +10,7 @@ from checkpoint_core.errors import CheckpointError
 from checkpoint_core.files import FileRecord, PartialDigest, combine, in_threads
 from checkpoint_core.manifest import Manifest, read_manifest, wrong_content
 from checkpoint_core.peers import Peer, PeerTask
-from checkpoint_core.saving import RankReport
+from checkpoint_core.shared_files import RankReport
 from checkpoint_core.store_path import RangeReader, StorePath
 from checkpoint_core.store_saving import StoreSave
 
