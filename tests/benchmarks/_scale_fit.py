@@ -14,11 +14,12 @@ import numpy as np
 TERMS = {
     "log N": np.log2,
     "linear": lambda n: n,
+    "N log N": lambda n: n * np.log2(n),
     "quadratic": lambda n: n**2,
     "cubic": lambda n: n**3,
 }
-"""From the slowest growth to the fastest."""
-_SHOWN = {"log N": "log2 N", "linear": "N", "quadratic": "N^2", "cubic": "N^3"}
+"""From the slowest growth to the fastest. N log N: the number of a rank is longer in a larger job."""
+_SHOWN = {"log N": "log2 N", "linear": "N", "N log N": "N log2 N", "quadratic": "N^2", "cubic": "N^3"}
 _GOOD_ERROR = 0.03
 """The fewest terms with no larger relative error at any of the sizes are taken."""
 _SMALLEST = 8

@@ -14,6 +14,7 @@ import torch
 from _scale_counts import own_slot
 
 WAIT_SECONDS = 0.05
+_LOCKS = 256
 _ADDRESS_BYTES = 152
 """What gloo of torch 2.13 tells the others of a rank, beside the name of its host."""
 
@@ -53,6 +54,8 @@ class _Switch:
 
     def __init__(self, size: int) -> None:
         self.lock = threading.Lock()
+        # Of two ranks each, so that a thousand threads do not queue for one.
+        self.locks = [threading.Lock() for _ in range(_LOCKS)]
         self.size = size
         self.exchanges: dict[int, _Exchange] = defaultdict(lambda: _Exchange(size))
         self.sends: dict[tuple[int, int, int], list[tuple[torch.Tensor, threading.Event]]] = defaultdict(list)
@@ -145,7 +148,7 @@ class MemoryGroup:
         switch, done = self._switch, threading.Event()
         self.connect({key[0], key[1]})
         own, others = (switch.sends, switch.receives) if is_send else (switch.receives, switch.sends)
-        with switch.lock:
+        with switch.locks[hash(key) % _LOCKS]:
             if others[key]:
                 other, ended = others[key].pop(0)
                 source, target = (buffer, other) if is_send else (other, buffer)
