@@ -231,3 +231,37 @@ def test_the_same_options_again_change_no_bit(
         rest.unwrapped_model().parameters(), whole.unwrapped_model().parameters(), strict=True
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rate"),
+    [
+        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "linear", "max_steps": 6}, 1 / 3),
+        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "constant"}, 1.0),
+        (
+            {"lr_scheduler_type": "linear", "max_steps": 8},
+            {"lr_scheduler_type": "cosine", "max_steps": 16},
+            0.853553,
+        ),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 8},
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5},
+            0.8,
+        ),
+    ],
+    ids=["longer", "constant", "cosine", "warmup"],
+)
+def test_a_changed_schedule_holds_from_the_first_step(
+    make_trainer: MakeTrainer, before: dict[str, object], after: dict[str, object], rate: float
+) -> None:
+    class Stop:
+        def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+            control.should_training_stop = state.global_step == 4  # type: ignore[attr-defined]
+
+    settings = SAVED | {"learning_rate": 1e-2, "logging_steps": 1, "max_steps": 4}
+    make_trainer(**settings | before, callbacks=[Stop()]).train()
+    again = make_trainer(**settings | {"max_steps": 6} | after, callbacks=[])
+    again.train()
+    assert again.state.session_start_step == 4
+    rates = {entry["step"]: entry["learning_rate"] for entry in again.state.log_history if "loss" in entry}
+    assert rates[5] == pytest.approx(1e-2 * rate, rel=1e-5)

@@ -173,6 +173,9 @@ class RunProgress:
         if schedule is not None and not schedule.loaded:
             self._options.rates_as_built()
             schedule.go_to_step(self._state.global_step)
+        scheduler = None if schedule is None else schedule.scheduler
+        if isinstance(scheduler, FactorSchedule) and scheduler.differs:
+            scheduler.apply()  # the saved rates are those of the schedule before
 
     def _refusal(self, samples_before: object, optimizer_before: object) -> ConfigurationError | None:
         """What stands against going on from the checkpoint; nothing, if this run does not train."""

@@ -274,6 +274,8 @@ class FactorSchedule(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, factor: Factor) -> None:
         self.factor = factor
+        self.differs = False
+        """Whether the schedule whose state was loaded had another factor at its step."""
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
@@ -291,10 +293,11 @@ class FactorSchedule(LRScheduler):
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """The step count and the current rates; the shape comes from the arguments."""
+        """The step count, and the current factor and rates; the shape comes from the arguments."""
         return {
             "last_epoch": self.last_epoch,
             "step_count": self._step_count,
+            "factor": float(self.factor(self.last_epoch)),
             "last_lr": [float(rate) for rate in self._last_lr],
         }
 
@@ -303,6 +306,9 @@ class FactorSchedule(LRScheduler):
         self.last_epoch = int(state_dict["last_epoch"])
         self._step_count = int(state_dict.get("step_count", state_dict.get("_step_count", 1)))
         self._last_lr = list(state_dict.get("last_lr", state_dict.get("_last_lr", self._last_lr)))
+        # Absent from old checkpoints, and from those of torch's schedules.
+        factor = self.factor(self.last_epoch)
+        self.differs = state_dict.get("factor", factor) != factor
 
 
 def build_schedule(args: MinimalTrainingArguments, optimizer: Optimizer, total: int) -> LRScheduler:
