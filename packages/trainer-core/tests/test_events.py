@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from trainer_core import EVENTS, Trainer, TrainerControl
+from trainer_core import EVENTS, ConfigurationError, TrainData, Trainer, TrainerControl
 
 
 class Recorder:
@@ -197,3 +198,34 @@ def test_an_exception_that_ends_training_is_told_of_and_raised(make_trainer: Cal
         fails_again.train()
     assert "on_train_end" not in recorder.names()
     assert "exception" in recorder.seen[-1][1]
+
+
+class Thaw:
+    """Freezes the mixing layer before a step, and thaws it from there on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(
+        self, args: object, state: object, control: object, *, model: nn.Module, **kw: object
+    ) -> None:
+        model.mix.requires_grad_(state.global_step >= self.step)  # type: ignore[attr-defined,operator]
+
+
+def test_parameters_that_were_never_in_the_optimizer_cannot_be_thawed(
+    make_trainer: Callable[..., Trainer], tiny_model: type[nn.Module], ragged_loader: Callable[[], TrainData]
+) -> None:
+    model = tiny_model()
+    model.mix.requires_grad_(False)  # type: ignore[operator]
+    args = make_trainer().args
+    trainer = Trainer(args, model=model, train_dataset=ragged_loader(), callbacks=[Thaw(2)])
+    with pytest.raises(
+        ConfigurationError, match=r"model='mix\.weight' was frozen when the optimizer was made"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+    model = tiny_model()  # whose layer is trainable from the start
+    before = model.mix.weight.clone()  # type: ignore[operator]
+    Trainer(args, model=model, train_dataset=ragged_loader(), callbacks=[Thaw(2)]).train()
+    assert not before.equal(model.mix.weight)  # type: ignore[arg-type]

@@ -169,6 +169,7 @@ class TrainingLoop:
     def _train_step(self, window: Window) -> None:
         run, events = self.run, self.run.events
         events.fire("on_step_begin")
+        run.built.check_frozen()
         self._note_unserved_profile()
         run.progress.generators_before_epoch = None
         tokens = run.ranks.sum(window.target_tokens)

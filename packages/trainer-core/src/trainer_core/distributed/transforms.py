@@ -162,6 +162,8 @@ class BuiltModel:
     """Whether the loss has the balance of routers, whatever the model computes of it."""
     counted_elsewhere: list[nn.Parameter] = field(default_factory=list)
     """Parameters whose gradient counts in the norm on another stage."""
+    frozen: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    """Parameters by name that were frozen when all was built."""
     experts: list[nn.Module] = field(default_factory=list)
     """Modules with experts that are divided; the ranks of `Meshes.expert_fsdp` hold the same ones."""
     sequence: SequencePart | None = None
@@ -301,8 +303,26 @@ class BuiltModel:
 
     def attach(self, optimizer: Optimizer | None) -> None:
         """Model and optimizer are complete."""
+        self.frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         for hook in self.hooks:
             hook.attach(optimizer)
+
+    def check_frozen(self) -> None:
+        """Refuse parameters that were thawed, as by a callback, after all was built without them.
+
+        Raises:
+            ConfigurationError: If one requires a gradient now.
+        """
+        for name, parameter in self.frozen:
+            if parameter.requires_grad:
+                raise ConfigurationError(
+                    "model",
+                    name,
+                    "was frozen when the optimizer was made, and requires a gradient now, which nothing "
+                    "would sum over ranks, clip or clear",
+                    "make it trainable from the start, and freeze it by requires_grad_(False) in "
+                    "on_step_begin until its turn comes",
+                )
 
     def begin(self, step: int) -> None:
         """Training begins, or is resumed, with so many optimizer steps done."""
