@@ -130,6 +130,7 @@ def test_words_become_values(words: str, name: str, value: object) -> None:
         ("--max-steps five", "--max-steps: 'five' is not a whole number"),
         ("--learning-rate fast", "--learning-rate: 'fast' is not a number"),
         ("--lr-scheduler-kwargs half", "name=value"),
+        ("--lr-scheduler-kwargs min_lr_rate=0.1,min_lr_rate=0.2", "gives min_lr_rate twice"),
         ("--max-steps", "--max-steps: expected one argument"),
         (
             "--post-local-sgd.perod 5",

@@ -461,10 +461,12 @@ def _read_table(text: str) -> object:
         return table
     read = _reader((bool, int, float, str))
     for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        if not name.strip() or not value:
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if not name or not value:
             return _NO_VALUE
-        table[name.strip()] = read(value)
+        if name in table:
+            raise argparse.ArgumentTypeError(f"{text!r} gives {name} twice")
+        table[name] = read(value)
     return table
 
 

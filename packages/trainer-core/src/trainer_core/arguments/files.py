@@ -25,7 +25,8 @@ def load_config_file(path: str | Path) -> dict[str, object]:
 
     Raises:
         ConfigurationError: If it is missing, unreadable, malformed, nested too deeply, gives a name twice, or
-            has a number or date that does not exist (with the line), or holds no table at the top.
+            has a number or date that does not exist, or that YAML 1.1 counts to the base 8 or 60 (with the
+            line), or holds no table at the top.
     """
     path = Path(path)
     if path.suffix not in (".toml", ".yaml", ".yml"):
@@ -71,6 +72,10 @@ def _line_of_long_number(text: str) -> str:
     return ""
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OTHER_BASE = re.compile(r"[-+]?(0[\d_]+|[^:]+(:[^:]+)+)")
+"""What PyYAML, which follows YAML 1.1, counts to the base 8 (`010`) or 60 (`1:30`)."""
+
 _DEEPEST = 32
 """Levels of nesting in a file; settings have two."""
 
@@ -108,6 +113,12 @@ class _YamlLoader(yaml.SafeLoader):
         return mapping
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if isinstance(node, yaml.ScalarNode) and _OTHER_BASE.fullmatch(node.value) and node.tag in _NUMBERS:
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value!r} would not be the number that it looks like: write its decimal "
+                "digits without zeros in front, or put a text in quotes",
+                problem_mark=node.start_mark,
+            )
         try:
             return super().construct_object(node, deep=deep)
         except ValueError as error:
