@@ -169,3 +169,44 @@ def test_early_stopping_ends_with_the_best_weights(
     assert trainer.exit_code == 0
     losses = losses_by_step(trainer)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses.values()), rel=1e-6)
+
+
+class StopOnce:
+    """Stops the run after a step, the first time."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+        if state.global_step == self.step:  # type: ignore[attr-defined]
+            self.step = -1
+            control.should_training_stop = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("further", [{}, {"ema_decay": 0.8}], ids=["weights", "average"])
+def test_training_continues_from_its_last_weights_and_not_from_the_best(
+    make_trainer: Callable[..., Trainer],
+    ragged_loader: Callable[..., object],
+    tmp_path: Path,
+    further: dict[str, object],
+) -> None:
+    def trained(name: str, times: int) -> tuple[list[object], dict[str, Tensor]]:
+        trainer = make_trainer(
+            eval_loader=ragged_loader(seed=5),
+            load_best_model_at_end=True,
+            callbacks=[StopOnce(7)] if times > 1 else [],
+            output_dir=str(tmp_path / name),
+            **TRACKED | further,
+        )
+        for _ in range(times):
+            trainer.train()
+            with pytest.raises(ConfigurationError, match=r"has the weights of .*checkpoint-"):
+                trainer.save_checkpoint()
+        assert trainer.state.global_step == 12
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [*losses, *losses_by_step(trainer).items()], trainer.unwrapped_model().state_dict()
+
+    curve, weights = trained("whole", 1)
+    again, weights_again = trained("stopped", 2)
+    assert again == curve
+    assert all(weights[name].equal(weights_again[name]) for name in weights)

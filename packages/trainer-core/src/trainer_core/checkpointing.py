@@ -158,7 +158,7 @@ def load(run: Run, path: str | None, *, only_memory: bool = False) -> Path | Non
     if loaded is None:
         return None
     run.progress.settle(run.schedule)
-    run.loaded, run.went_back = loaded.path, path is not None
+    run.loaded, run.went_back, run.holds_best = loaded.path, path is not None, False
     run.in_memory = run.manager.is_in_memory(loaded.path)
     run.saved_step = -1 if run.in_memory else run.state.global_step
     run.announced_epoch = run.progress.generators_before_epoch = None
@@ -182,17 +182,14 @@ def say_changes(changes: Changes) -> None:
 
 
 def load_best(run: Run) -> bool:
-    """Put the weights of the best checkpoint into the model, and nothing else of it.
-
-    Returns:
-        Whether there is a best checkpoint.
-    """
+    """Put the weights of the best checkpoint into the model, and nothing else of it; whether there is one."""
     path = run.state.best_model_checkpoint
     if path is None:
         logger.warning("no checkpoint has a value of %s: the model stays as it is", run.args.best_metric)
         return False
     # By the manager, because where nodes keep checkpoints together each has a part of the weights.
     run.manager.load_model(path)
+    run.holds_best = True
     run.built.weights_replaced()
     logger.info("weights of the best checkpoint are in the model: %s", path)
     return True

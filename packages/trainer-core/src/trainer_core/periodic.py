@@ -334,8 +334,20 @@ class Actions:
         return metrics
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Save a checkpoint of this step, in a new directory of its own if a path is given."""
+        """Save a checkpoint of this step, in a new directory of its own if a path is given.
+
+        Raises:
+            ConfigurationError: If the best weights have taken the place of those of this step.
+        """
         run = self.run
+        if run.holds_best:
+            raise ConfigurationError(
+                "model",
+                "best",
+                f"has the weights of {run.state.best_model_checkpoint}, with which the optimizer of step "
+                f"{run.state.global_step} cannot continue",
+                "call save_model() to write these weights, or load_checkpoint() first",
+            )
         if path is not None:
             with self._saving():
                 return run.manager.save_checkpoint(run.state.global_step, path=path)

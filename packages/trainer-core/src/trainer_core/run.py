@@ -167,6 +167,8 @@ class Run:
     """Whether that one lay in the memory of this job."""
     went_back: bool = False
     """Whether that one was named, so that there may be newer ones."""
+    holds_best: bool = False
+    """Whether the best weights are in the model, from which training does not continue."""
     has_trained: bool = False
     """Whether a loop has run in this process."""
     evaluated: tuple[int, dict[str, float]] | None = None

@@ -339,6 +339,7 @@ class Trainer(InputHints):
 
         Raises:
             checkpoint_core.CheckpointError: On every rank, if it cannot be saved there.
+            ConfigurationError: If the model holds the best weights, and not those of this step.
         """
         with self.owns_output_dir(), self.ranks.lost_rank_errors("saving a checkpoint"):
             return Actions(self._prepare()).save(path)
@@ -582,6 +583,8 @@ class Trainer(InputHints):
             if resume(run) is None and run.lacks_weights:
                 self._begin_with_weights(run)
             self._resumed, run.lacks_weights = True, False
+        if run.holds_best:
+            load(run, None)  # as another process would continue
 
     def _fill(self, run: Run) -> None:
         """Load what a model without weights was built for, at once: there is nothing to use until then."""
