@@ -3,7 +3,8 @@
 import copy
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dataloader_dispatch import (
     ResumableDataLoader,
     ShuffledIndex,
     build_loader,
+    end_workers,
     set_loader_epoch,
 )
 
@@ -287,6 +289,59 @@ def test_iterable_dataset_keeps_its_own_position() -> None:
         resumed = build_loader(Stream(10), 4)
         resumed.load_state_dict(state)
         assert batches_of(resumed) == reference[stop:]
+
+
+class Plain(IterableDataset[int]):
+    """Numbers without a position of their own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(23))
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "batches", "after"),
+    [(Plain, 4, 3, 2), (Plain, 2, 4, 4), (Plain, 4, 3, 3), (Plain, 4, 6, 2), (lambda: Stream(23), 4, 2, 3)],
+)
+def test_batches_of_another_size_continue_an_iterable_dataset(
+    kind: Callable[[], IterableDataset[int]], before: int, batches: int, after: int
+) -> None:
+    items = [item for batch in build_loader(kind(), before) for item in batch.tolist()]
+    loader = build_loader(kind(), before)
+    seen = [item for batch in islice(loader, batches) for item in batch.tolist()]
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader = build_loader(kind(), after)
+    loader.load_state_dict(state)
+    assert seen + [item for batch in loader for item in batch.tolist()] == items
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "message"),
+    [
+        ({"batch_size": 2}, {"batch_size": 4}, "saved with batch_size=2, and the loader has batch_size=4"),
+        (
+            {"batch_size": 4, "num_workers": 1},
+            {"batch_size": 2, "num_workers": 1},
+            "saved with batch_size=4, and the loader has batch_size=2",
+        ),
+        (
+            {"batch_size": 2, "num_workers": 1},
+            {"batch_size": 2},
+            "saved with num_workers=1, and the loader has num_workers=0",
+        ),
+    ],
+    ids=["size", "size in workers", "workers"],
+)
+def test_a_position_in_batches_of_another_kind_is_refused(
+    saved: dict[str, int], resumed: dict[str, int], message: str
+) -> None:
+    loader = build_loader(Plain(), **saved)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state = loader.state_dict()
+    end_workers(loader, batches)
+    with pytest.raises(DataError, match=message):
+        build_loader(Plain(), **resumed).load_state_dict(state)
 
 
 def test_packed_documents_resume_under_the_loader_of_torchdata() -> None:
