@@ -41,3 +41,8 @@ def test_losses_are_those_of_the_run_that_was_left_alone(notes: list[dict[str, A
     assert len(whole) > 20
     assert chain[:18] == pytest.approx(whole[:18], rel=1e-5)
     assert max(chain) < 6  # of a vocabulary of 151, whose even guess is 5
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_padding_for_a_rank_without_data_is_no_input(notes: list[dict[str, Any]], name: str) -> None:
+    assert notes[0][name]["positions"] == notes[0]["alone"]["positions"] > 0

@@ -108,7 +108,7 @@ class TrainingLoop:
         while not (ended or self._run_is_over()):
             # Spans in traces of the profiler, by which `perf-metrics trace` tells what a step waits for.
             with run.meter.measure("data"), record_function("data wait"):
-                window = next_window(batches, run.args.gradient_accumulation_steps, run.loss)
+                window = next_window(batches, run.args.gradient_accumulation_steps, run.loss, run.loader)
             if window is not None:
                 run.state.epoch_data_ended = len(window.batches) < run.args.gradient_accumulation_steps
                 with run.ranks.equal_draws(run.loader):

@@ -117,14 +117,15 @@ def main(folder: Path) -> None:
     with DistributedEnvironment(no_accelerator=True, training_timeout=60) as env:
         for name, ways in RUNS.items():
             tokens.clear()
-            began, losses = [], []
+            began, losses, positions = [], [], 0
             for way, stop in zip(ways, [*CHANGES[: len(ways) - 1], -1], strict=True):
                 if way != "alone" or env.rank == 0:
                     trainer = train(env, folder / name, way, stop)
                     began.append(trainer.state.session_start_step)
                     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+                    positions = trainer.state.num_input_tokens_seen
                 barrier(env, timeout=60)
-            notes[name] = {"tokens": list(tokens), "began": began, "losses": losses}
+            notes[name] = {"tokens": list(tokens), "began": began, "losses": losses, "positions": positions}
     write_notes(notes)
 
 

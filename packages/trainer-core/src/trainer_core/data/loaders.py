@@ -154,8 +154,16 @@ class Window(NamedTuple):
     """Positions that are not padding, for each microbatch."""
 
 
-def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window | None:
+def next_window(
+    batches: Iterator[Batch], size: int, loss: TokenLoss, loader: Iterable[Batch] | None = None
+) -> Window | None:
     """Take up to `size` microbatches; the last window of an epoch may be shorter.
+
+    Args:
+        batches: A pass over the loader.
+        size: Microbatches of a step.
+        loss: Counts targets.
+        loader: Its `last_is_dummy`, if it has that, tells which batches are padding, also to the last token.
 
     Returns:
         The window, or None when the epoch has no more data.
@@ -163,7 +171,11 @@ def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window 
     Raises:
         DataError: If a batch is not a mapping with a `labels` tensor.
     """
-    taken = list(islice(batches, size))
+    taken: list[Batch] = []
+    is_dummy: list[bool] = []
+    for batch in islice(batches, size):
+        taken.append(batch)
+        is_dummy.append(bool(getattr(loader, "last_is_dummy", False)))
     if not taken:
         return None
     labels = [labels_of(batch) for batch in taken]
@@ -173,7 +185,10 @@ def next_window(batches: Iterator[Batch], size: int, loss: TokenLoss) -> Window 
         batches=[with_targets(batch, loss) for batch in taken],
         positions=positions,
         target_tokens=counts[0] if len(counts) == 1 else torch.stack(counts).sum(),
-        input_tokens=[_input_tokens(batch, part) for batch, part in zip(taken, positions, strict=True)],
+        input_tokens=[
+            0 if dummy else _input_tokens(batch, part)
+            for batch, part, dummy in zip(taken, positions, is_dummy, strict=True)
+        ],
     )
 
 
