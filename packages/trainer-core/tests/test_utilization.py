@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perf_metrics import DefaultMetrics
-from trainer_core import Trainer, TrainingArguments
+from trainer_core import Trainer, TrainerState, TrainingArguments
 
 PEAK = 1e12
 BATCH, LENGTH = 4, 16
@@ -42,7 +42,9 @@ class Tripled(Blocks):
         return 3 * 6.0 * (4 * 2 * LAYER + HEAD)
 
 
-def records(path: Path, model: type[Blocks] = Blocks, **settings: object) -> list[dict[str, float]]:
+def records(
+    path: Path, model: type[Blocks] = Blocks, callback: object = None, **settings: object
+) -> list[dict[str, float]]:
     """What a short run logs."""
     rows = torch.randint(0, 23, (32, LENGTH), generator=torch.Generator().manual_seed(0))
     given = {
@@ -55,7 +57,7 @@ def records(path: Path, model: type[Blocks] = Blocks, **settings: object) -> lis
         TrainingArguments(**given),  # type: ignore[arg-type]
         model_init=model,
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        callbacks=[DefaultMetrics(), keep],
+        callbacks=[DefaultMetrics(), keep] if callback is None else [callback, DefaultMetrics(), keep],
     ).train()
     return keep.records
 
@@ -111,6 +113,35 @@ def test_counting_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "Tripled" not in caplog.text
     assert found[0]["hardware_flos"] is None
     assert "hfu" not in found[0]
+
+
+class Frozen(Blocks):
+    """Of which only the last two blocks and the head are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embed, *self.layers[:2]):
+            module.requires_grad_(False)
+
+
+class FreezeAtFirst:
+    """Freezes for one step what `Frozen` freezes for all."""
+
+    def on_step_begin(
+        self, args: object, state: TrainerState, control: object, *, model: Blocks, **_: object
+    ) -> None:
+        for module in (model.embed, *model.layers[:2]):
+            module.requires_grad_(state.global_step > 0)
+
+
+@pytest.mark.parametrize("construct", ["device", "meta"])
+def test_what_a_callback_freezes_counts_as_frozen(tmp_path: Path, construct: str) -> None:
+    partly = records(tmp_path / "frozen", Frozen)[0]
+    first, second, third, _ = records(
+        tmp_path / "at_first", callback=FreezeAtFirst(), construct_model_on=construct
+    )
+    assert first["flos"] == first["hardware_flos"] == partly["flos"] < MODEL_FLOPS
+    assert second["flos"] == third["flos"] == third["hardware_flos"] == MODEL_FLOPS
 
 
 def test_compilation_is_no_training_time(tmp_path: Path) -> None:

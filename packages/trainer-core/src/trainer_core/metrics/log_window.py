@@ -157,15 +157,18 @@ class FlopsAccount:
         self._totals: dict[int, float] = {}
         self._counted: CountedFlops | None = None
         self._is_counted = False
+        self._frozen: list[bool] = []
         self._peak: float | None = None
         self._is_gathered = False
 
     def knows(self, length: int) -> bool:
         """Whether this length has been asked for before; if not, it may take a moment."""
+        self._follow_freezing()
         return length in self._known
 
     def per_token(self, length: int) -> float:
         """Model FLOPs per token of rows of this length; 0 if they cannot be told."""
+        self._follow_freezing()
         if length not in self._totals:
             flops = self._known[length] = self._per_token(length)
             self._totals[length] = 0.0 if flops is None else flops.total
@@ -209,6 +212,20 @@ class FlopsAccount:
                     self._types(),
                 )
         return self._peak
+
+    def _follow_freezing(self) -> None:
+        """Begin anew where a callback has frozen parameters, or thawed them, since the last question."""
+        frozen = [not parameter.requires_grad for parameter in self._built.parameters]
+        if frozen == self._frozen or not (any(frozen) or self._frozen):
+            return
+        self._frozen = frozen
+        now = dict(self._built.named_parameters())  # in a pipeline those of this rank's stages
+        for name, parameter in self._built.meta_model.named_parameters():
+            if name in now:
+                parameter.requires_grad_(now[name].requires_grad)
+        self._flops, self._counted, self._is_counted = None, None, False
+        self._known.clear()
+        self._totals.clear()
 
     def _per_token(self, length: int) -> FlopsPerToken | None:
         model = self._built.meta_model
