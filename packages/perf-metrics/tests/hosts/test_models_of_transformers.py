@@ -7,9 +7,16 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
-from perf_metrics import FlopsPerToken, architecture_of_config, architecture_of_model, count_flops
+from perf_metrics import (
+    FlopsPerToken,
+    FlopsUnknownError,
+    ModelFlops,
+    architecture_of_config,
+    architecture_of_model,
+    count_flops,
+)
 
 LENGTH = 72
 """Longer than the windows below, so that the conventions differ."""
@@ -136,3 +143,18 @@ def test_layers_that_the_formula_does_not_know_are_refused_by_name(family: str) 
         architecture_of_model(model)
     with pytest.raises(ValueError, match=f"model_type='{family}' is not one of the families"):
         architecture_of_config(config)
+
+
+@pytest.mark.parametrize(
+    "family", ["albert", "big_bird", "deberta", "deberta-v2", "fnet", "longformer", "yoso"]
+)
+def test_layers_that_are_not_what_their_config_tells_are_counted_or_unknown(family: str) -> None:
+    config = AutoConfig.for_model(family, **SHAPE | {"pad_token_id": 0, "max_position_embeddings": 80})
+    with torch.device("meta"):
+        model = AutoModelForMaskedLM.from_config(config)
+    with pytest.raises(FlopsUnknownError, match=f"layers of {family} compute otherwise than its config"):
+        architecture_of_model(model)
+    if family in ("albert", "fnet"):
+        flops = ModelFlops(model, LENGTH)
+        assert flops.source == "counter"
+        assert flops.per_token(LENGTH).total == pytest.approx(count_flops(model, LENGTH).model)

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 _NOT_AS_CONFIGURED = {
-    *("bart", "bigbird_pegasus", "diffllama", "gemma3n", "gemma3n_text", "hrm_text", "mimo_v2_flash"),
-    *("mllama", "mllama_text_model", "mvp", "prophetnet", "trocr"),
+    *("albert", "bart", "big_bird", "bigbird_pegasus", "deberta", "deberta-v2", "diffllama", "fnet"),
+    *("gemma3n", "gemma3n_text", "hrm_text", "longformer", "mimo_v2_flash", "mllama", "mllama_text_model"),
+    *("mvp", "prophetnet", "rwkv", "trocr", "yoso"),
 }
-"""Families whose attention is not what a decoder of their figures would have: twice, across, in streams."""
+"""Families whose layers do not compute what those of a decoder of their figures would: they attend twice,
+across, in streams, in part or not at all, or are used several times."""
 _ONE_OF_MANY = re.compile(r"(^|\.)experts\.\d+(\.|$)")
 
 
@@ -78,7 +80,7 @@ def _architecture(model: nn.Module) -> Architecture:
         raise UnknownShapeError("it has no config with num_hidden_layers and num_attention_heads")
     settings = Settings(config)
     if settings.family in _NOT_AS_CONFIGURED:
-        raise UnknownShapeError(f"layers of {settings.family} attend in ways that its config does not tell")
+        raise UnknownShapeError(f"layers of {settings.family} compute otherwise than its config tells")
     mixing = _reached(model, mixing_layers(settings))
     groups: dict[str, WeightGroup] = {}
     for matrix, passes in _with_passes(model, settings):
