@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -214,6 +215,11 @@ def test_a_model_may_answer_for_itself() -> None:
         model_flops_per_token(model, 10)
 
 
+class Repeated(nn.ModuleList):
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield from (self[0], self[0])
+
+
 def wrapped(kind: str) -> nn.Module:
     model = Llama(tiny_config())
     if kind == "convolution":
@@ -224,6 +230,10 @@ def wrapped(kind: str) -> nn.Module:
         model.config.num_attention_heads = "4"
     if kind == "no config":
         del model.config
+    if kind == "shared layer":
+        model.layers[1] = model.layers[0]
+    if kind == "layer run twice":
+        model.layers = Repeated(model.layers[:1])
     return model
 
 
@@ -259,6 +269,9 @@ def test_what_cannot_be_told_is_none_with_the_reason_logged_once(
         (wrapped("convolution"), r"patches.weight \(8x3x4x4, in Conv2d\)"),
         (wrapped("free matrix"), r"parameter positions \(16x24, in Llama\)"),
         (wrapped("no config"), "no config with num_hidden_layers"),
+        (wrapped("shared layer"), r"layers.0.self_attn.q_proj and layers.1.self_attn.q_proj are one module"),
+        (wrapped("layer run twice"), "config has 2 layers, and no list of modules in it has so many"),
+        (Llama(tiny_config(model_type="longformer")), "longformer compute otherwise than its config tells"),
         (Llama(tiny_config(is_encoder_decoder=True)), "decoder-only"),
         (Llama(tiny_config(layer_types=["full_attention", "linear_attention"])), "linear_attention"),
         (wrapped("odd config"), "num_attention_heads='4' is not a positive integer"),

@@ -29,9 +29,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 _NOT_AS_CONFIGURED = {
-    *("albert", "bart", "big_bird", "bigbird_pegasus", "deberta", "deberta-v2", "diffllama", "fnet"),
-    *("gemma3n", "gemma3n_text", "hrm_text", "longformer", "mimo_v2_flash", "mllama", "mllama_text_model"),
-    *("mvp", "prophetnet", "rwkv", "trocr", "yoso"),
+    *("albert", "bart", "bigbird_pegasus", "deberta", "deberta-v2", "diffllama", "fnet", "gemma3n"),
+    *(
+        "gemma3n_text",
+        "hrm_text",
+        "mimo_v2_flash",
+        "mllama",
+        "mllama_text_model",
+        "mvp",
+        "prophetnet",
+        "rwkv",
+    ),
+    "trocr",
+    # Attention in blocks or within windows that other settings tell, or by hashes.
+    *("big_bird", "longformer", "mra", "yoso"),
+    # Weights that most tokens do not pass: of entities, of tags, of other languages.
+    *("luke", "markuplm", "xmod"),
 }
 """Families whose layers do not compute what those of a decoder of their figures would: they attend twice,
 across, in streams, in part or not at all, or are used several times."""
@@ -51,7 +64,8 @@ def architecture_of_model(model: nn.Module) -> Architecture:
 
     Weights are counted from the modules: `nn.Linear` and its subclasses, modules whose weight is a matrix
     (`Conv1D` of GPT-2), experts held in one tensor or as a list, depthwise convolutions. Each use counts
-    once, so a tied output projection counts and the lookup does not. Attention comes from the configuration.
+    once, so a tied output projection counts and the lookup does not. Layers that share their modules are not
+    covered. Attention comes from the configuration.
     Shapes suffice: a model on the meta device will do.
 
     Frozen weights cost 2 forward, and 2 more where a gradient passes through, that is when a parameter
@@ -81,7 +95,9 @@ def _architecture(model: nn.Module) -> Architecture:
     settings = Settings(config)
     if settings.family in _NOT_AS_CONFIGURED:
         raise UnknownShapeError(f"layers of {settings.family} compute otherwise than its config tells")
-    mixing = _reached(model, mixing_layers(settings))
+    mixing = mixing_layers(settings)
+    _check_layers_apart(model, len(mixing))
+    mixing = _reached(model, mixing)
     groups: dict[str, WeightGroup] = {}
     for matrix, passes in _with_passes(model, settings):
         old = groups.get(matrix.kind, WeightGroup(matrix.kind, 0, 0.0, 0.0))
@@ -93,6 +109,29 @@ def _architecture(model: nn.Module) -> Architecture:
         )
     ordered = tuple(groups[kind] for kind in KINDS if kind in groups)
     return Architecture(type(model).__name__, ordered, tuple(mixing), _parameters(model), _lookup(model))
+
+
+def _check_layers_apart(model: nn.Module, layers: int) -> None:
+    """Refuse weights that are used more than once in a pass, which their modules do not tell.
+
+    One module in several places, such as a block that two layers share, is walked through once; and a list
+    that is shorter than the layers of the config is run through again, as ALBERT does.
+    """
+    from torch import nn
+
+    first: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        before = first.setdefault(id(module), path)
+        holds_matrix = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue  # lookups cost nothing
+        if before != path and holds_matrix:
+            raise UnknownShapeError(f"{before} and {path} are one module, which may be used twice")
+    lists = [len(m) for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential)]
+    if lists and max(lists) < layers:
+        raise UnknownShapeError(
+            f"config has {layers} layers, and no list of modules in it has so many: layers may share weights"
+        )
 
 
 def _with_passes(model: nn.Module, settings: Settings) -> Iterator[tuple[_Matrix, int]]:
