@@ -1,4 +1,4 @@
-"""The command `import`: what it takes over, and what it refuses."""
+"""The command `import`: what it takes over, and what it refuses; and what `eval` scores."""
 
 from __future__ import annotations
 
@@ -54,3 +54,23 @@ def test_what_cannot_be_is_told(
     save_pretrained(small_model, tmp_path / "source")
     assert main(["import", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_is_scored_without_what_its_settings_add_to_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"document {number} of eight. " * 9)
+    words = "--data text --held-out 0.3 --sequence-length 32 --max-steps 2 --eval-steps 2 --save-steps 2"
+    penalties = "--label-smoothing 0.2 --z-loss 0.1 --output-dir run --sample-tokens 0 --warmup-steps 0"
+    assert main(["train", *words.split(), *penalties.split()]) == 0
+    assert "per byte, with label_smoothing and z_loss;" in capsys.readouterr().out
+    # Outside of a run none of its settings is known: the weights alone decide.
+    score = ["eval", "--data", "text", "--sequence-length", "32"]
+    scores = []
+    for where in (["--output-dir", "run"], ["--checkpoint", "run/checkpoint-2"]):
+        assert main([*score, *where]) == 0
+        scores.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("loss")])
+    assert scores[0] == scores[1]

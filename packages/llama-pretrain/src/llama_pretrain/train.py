@@ -295,7 +295,9 @@ def show_result(
     minutes, rest = divmod(round(seconds), 60)
     print(f"\ndone in {minutes} min {rest} s")
     if losses:
-        print(f"  held-out loss   {losses[max(losses)]:.4f} nats per {unit_of(tokenizer)}")
+        added = [name for name in ("label_smoothing", "z_loss") if getattr(args, name)]
+        note = f", with {' and '.join(added)}; `{PROG} eval` scores without" if added else ""
+        print(f"  held-out loss   {losses[max(losses)]:.4f} nats per {unit_of(tokenizer)}{note}")
     newest = find_latest_checkpoint(args.output_dir, one_node=args.save_on_each_node)
     if newest is not None:
         print(f"  checkpoint      {newest}")
