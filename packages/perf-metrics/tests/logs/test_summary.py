@@ -105,6 +105,12 @@ def test_steps_done_twice_count_once(tmp_path: Path) -> None:
     assert summary.pauses is None  # no interval_seconds
 
 
+def test_a_clock_that_is_set_back_lengthens_no_run(tmp_path: Path) -> None:
+    times = [20.0, 40.0, 60.0 - 3600.0, 80.0 - 3600.0]
+    entries = [training(10 * i, t, interval_seconds=20.0) for i, t in enumerate(times, start=1)]
+    assert summarize_log(write(tmp_path, *entries)).wall_seconds == 80.0
+
+
 def test_what_a_log_does_not_tell_is_none_and_never_zero(tmp_path: Path) -> None:
     empty = summarize_log(write(tmp_path))
     figures = {**summary_json(empty)}

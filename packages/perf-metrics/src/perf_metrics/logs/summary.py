@@ -222,7 +222,8 @@ class RunSummary:
     wall_seconds: float | None
     """From the beginning of the first log interval to the last entry, evaluation, saving and pauses included.
 
-    From the timestamps; without them, the runtime that the final entry gives for the last session.
+    From the timestamps, and from `interval_seconds` where one is before the last, as of a clock that was set
+    back; without them, the runtime that the final entry gives for the last session.
     """
     pauses: int | None
     """How often more than a minute lies between two entries that neither training nor evaluation explains:
@@ -396,7 +397,11 @@ def _weighted_mean(run: RunLog, key: str, weight_key: str) -> float | None:
 def _wall_seconds(run: RunLog) -> float | None:
     times = _numbers(run, "timestamp")
     if len(times) > 1 and math.isfinite(max(times) - min(times)):
-        return max(times) - min(times) + (number_of(run.written[0], "interval_seconds") or 0.0)
+        timed = [entry for entry in run.written if number_of(entry, "timestamp") is not None]
+        # Where the clock was set back, what was measured takes the place of what it tells.
+        begins = [run.written[0], *(timed[n] for n in range(1, len(timed)) if times[n] < times[n - 1])]
+        told = math.fsum(max(0.0, later - earlier) for earlier, later in pairwise(times))
+        return told + math.fsum(number_of(entry, "interval_seconds") or 0.0 for entry in begins)
     runtimes = _numbers(run, "train_runtime_gross", "train_runtime")
     return runtimes[-1] if runtimes else None
 
