@@ -302,13 +302,20 @@ class Named(list[str]):
         return "the same"
 
 
-def test_a_changed_document_is_not_taken_for_another_encoder() -> None:
+def test_a_changed_document_is_said_and_not_taken_for_another_encoder(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def build(texts: list[str], encode: Callable[[str], Any] = str.encode) -> DocumentStream:
         return DocumentStream(Named(texts), sequence_length=8, encode=encode, eos_token_id=EOS)
 
     stream = build(["some text", "and more", "at last"])
     next(iter(stream))
     state = stream.state_dict()
+    build(["some text", "and more", "at last"]).load_state_dict(state)
+    assert not caplog.records
     build(["SOME text", "AND more", "at last"]).load_state_dict(state)
+    [record] = caplog.records
+    assert "document 0 has another text than when the position was saved" in record.getMessage()
+    assert "(of 3 documents that were looked at, 2)" in record.getMessage()
     with pytest.raises(DataError, match="saved with encoding="):
         build(["SOME text", "AND more", "at last"], lambda text: text.upper().encode()).load_state_dict(state)

@@ -103,7 +103,8 @@ class DocumentEncoder:
     def accepts(self, fingerprint: object) -> bool:
         """Whether the fingerprint in a saved position is that of this encoder, as far as it tells.
 
-        Documents whose text has changed, or could be encoded at only one of the two times, tell nothing.
+        Documents whose text has changed, or could be encoded at only one of the two times, tell nothing of
+        the encoder. That a text has changed is said: files whose size has not changed count as the same data.
         """
         if self.encode is None or self.fingerprint is None:
             return fingerprint is None
@@ -111,10 +112,22 @@ class DocumentEncoder:
             return fingerprint == _former_fingerprint(self.encode)
         if not isinstance(fingerprint, dict):
             return False
+        changed = []
         for index, digest in self.fingerprint.items():
             saved, text = str(fingerprint.get(index, "")), digest.partition(" ")[0]
-            if saved.partition(" ")[0] == text and saved != digest:
+            if saved and saved.partition(" ")[0] != text:
+                changed.append(index)
+            elif saved and saved != digest:
                 return False
+        if changed:
+            logger.warning(
+                "document %s has another text than when the position was saved (of %d documents that were "
+                "looked at, %d): the data continue behind the same documents, as they are now. For the curve "
+                "of the data as they were, put these back",
+                changed[0],
+                len(self.fingerprint),
+                len(changed),
+            )
         return True
 
     def _encoded(self, index: int, start: int) -> Iterator[tuple[int, torch.Tensor]]:
