@@ -30,17 +30,8 @@ if TYPE_CHECKING:
 
 _NOT_AS_CONFIGURED = {
     *("albert", "bart", "bigbird_pegasus", "deberta", "deberta-v2", "diffllama", "fnet", "gemma3n"),
-    *(
-        "gemma3n_text",
-        "hrm_text",
-        "mimo_v2_flash",
-        "mllama",
-        "mllama_text_model",
-        "mvp",
-        "prophetnet",
-        "rwkv",
-    ),
-    "trocr",
+    *("gemma3n_text", "hrm_text", "mimo_v2_flash", "mllama", "mllama_text_model", "mvp"),
+    *("prophetnet", "rwkv", "trocr"),
     # Attention in blocks or within windows that other settings tell, or by hashes.
     *("big_bird", "longformer", "mra", "yoso"),
     # Weights that most tokens do not pass: of entities, of tags, of other languages.
