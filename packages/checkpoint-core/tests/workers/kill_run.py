@@ -18,7 +18,7 @@ from kill_job import MODES, REFUSED_EXIT, SAVE_TOTAL_LIMIT, Life, run_rank
 from checkpoint_core.directory import DELETED, REPLACED
 
 START_SECONDS = 60.0
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 30.0
 """What a rank may need beyond its timeout to end."""
 LONGEST_DELAY = 0.5
 ONE_ONLY_EVERY = 6
