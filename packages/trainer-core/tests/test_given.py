@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import ConstantLR, LRScheduler
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau
 
 from trainer_core import ConfigurationError, Trainer, TrainingArguments
 
@@ -130,6 +130,22 @@ def test_an_optimizer_class_counts_as_ones_own(start: Callable[..., Trainer]) ->
 def test_defaults_of_a_subclass_were_not_said_by_the_user(start: Callable[..., Trainer]) -> None:
     given = {"optimizer_factory": own_optimizer, "lr_scheduler_factory": own_schedule}
     assert start(OwnArguments, given).train().global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "said"),
+    [
+        (ReduceLROnPlateau, "'ReduceLROnPlateau' steps on a metric.*reduce_lr_on_plateau"),
+        (lambda optimizer: ConstantLR(SGD(optimizer.param_groups[0]["params"])), "drives another optimizer"),
+        (lambda optimizer: None, "'NoneType' is not a torch LRScheduler"),
+    ],
+)
+def test_a_schedule_that_would_not_set_the_rates_is_refused(
+    start: Callable[..., Trainer], scheduler: Callable[[Optimizer], object], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        start(OwnArguments, {"lr_scheduler_factory": scheduler}).train()
+    assert caught.value.setting == "lr_scheduler_factory"
 
 
 class OtherTrainer(Trainer):

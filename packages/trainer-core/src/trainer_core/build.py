@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dist_env import ParallelLayout, get_logger
 from perf_metrics import ThroughputMeter
@@ -19,6 +19,7 @@ from .data.loaders import Batch, EvaluationSets, evaluation_sets, train_loader
 from .distributed.build import build_model, compile_built, make_loss
 from .distributed.ranks import BatchPlacement, Ranks
 from .distributed.transforms import BuiltModel, ModelTransform
+from .errors import ConfigurationError
 from .inputs import TrainerInputs
 from .loss import TokenLoss
 from .metrics.log_window import FlopsAccount, MetricAccumulator, RunSpeed
@@ -209,12 +210,33 @@ def build_optimizer_of(args: TrainingArguments, built: BuiltModel, parts: Traine
 def build_scheduler(
     args: TrainingArguments, optimizer: Optimizer, state: TrainerState, parts: TrainerInputs
 ) -> LRScheduler | None:
-    """The learning-rate schedule, if there is to be one; the state knows how long the run is."""
+    """The learning-rate schedule, if there is to be one; the state knows how long the run is.
+
+    Raises:
+        ConfigurationError: If a factory returns what does not drive this optimizer, step by step.
+    """
     if parts.scheduler is not None:
-        return parts.scheduler(optimizer)
+        return _checked_scheduler(parts.scheduler(optimizer), optimizer)
     if not args.lr_scheduler_type or args.optim == "schedule_free_adamw":
         return None
     return build_schedule(args, optimizer, state.max_steps)
+
+
+def _checked_scheduler(scheduler: object, optimizer: Optimizer) -> LRScheduler:
+    """What a factory returned, if it can set the rates of each step."""
+    rule, remedy = "", ""
+    # A class of one's own may step without a metric, as `PlateauSchedule` does.
+    if isinstance(scheduler, ReduceLROnPlateau) and type(scheduler).step is ReduceLROnPlateau.step:
+        rule = "steps on a metric, and schedules step after each update"
+        remedy = 'leave the factory out and set lr_scheduler_type="reduce_lr_on_plateau"'
+    elif not isinstance(scheduler, LRScheduler):
+        rule, remedy = "is not a torch LRScheduler", "return one from the factory"
+    elif scheduler.optimizer is not optimizer:
+        rule = "drives another optimizer than the one that trains, whose rates would stay as they are"
+        remedy = "build it around the optimizer that the factory is called with"
+    if not isinstance(scheduler, LRScheduler) or rule:
+        raise ConfigurationError("lr_scheduler_factory", type(scheduler).__name__, rule, remedy)
+    return scheduler
 
 
 def samples_per_step(args: TrainingArguments, ranks: Ranks) -> int:
