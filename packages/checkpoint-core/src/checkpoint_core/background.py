@@ -320,7 +320,7 @@ class BackgroundWorker:
     def _fail(self, what: str, error: BaseException) -> None:
         error.add_note(f"This happened in the background while {what}.")
         self._failures.append(_Failure(what, error))
-        text = "%s failed in the background: %s. The next call raises this error"
+        text = "%s failed in the background: %s The next call raises this error"
         _logger.error(text, what, describe_error(error))
 
     def _forget(self) -> None:
