@@ -76,7 +76,7 @@ MOVED = {("cp=2", "")}
 """The one of them that the default tests have."""
 
 CONTEXT_CASES = [
-    _row("cp=2", "accumulation 4, evaluation in between", accumulation=4, settings=EVALUATED),
+    _row("cp=2", "accumulation 4, evaluation in between", accumulation=4, settings=EVALUATED, full=True),
     _row("cp=2", "contiguous, tied", options=_contiguous, recipe=replace(SHORT_TIED, evaluated=True)),
     _row("cp=2", recipe=PLAIN, full=True),
     _row("cp=4", full=True),

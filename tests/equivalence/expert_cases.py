@@ -97,7 +97,6 @@ DIVIDED = (
 """Layouts with experts that are divided."""
 OFTEN = {
     ("shard=2,ep=2", "sigmoid, bias"),
-    ("shard=2,tp=2,ep=4", "sigmoid, bias"),
     ("pp=2,shard=2,ep=2", "softmax"),
     ("cp=2,ep=2", "sigmoid, bias"),
 }

@@ -91,7 +91,9 @@ MOVED = {("tp=2", "")}
 
 TENSOR_CASES = [
     _row("tp=2", recipe=PLAIN, full=True),
-    _row("tp=2", "tied, accumulation 4", accumulation=4, recipe=replace(SHORT_TIED, evaluated=True)),
+    _row(
+        "tp=2", "tied, accumulation 4", accumulation=4, recipe=replace(SHORT_TIED, evaluated=True), full=True
+    ),
     _row("tp=4", "evaluation in between", settings=EVALUATED, full=True),
     _row("tp=2", "checkpointing full", settings=CHECKPOINTED, full=True),
     _row("tp=2", "compiled blocks", settings={**BY_EYE, "torch_compile_scope": "blocks"}, full=True),
@@ -126,6 +128,7 @@ TENSOR_CASES = [
         "tied, checkpointing full",
         recipe=SHORT_TIED,
         settings=CHECKPOINTED,
+        full=True,
     ),
     _row("shard=2,tp=2", "compiled blocks", settings={**BY_EYE, "torch_compile_scope": "blocks"}, full=True),
     _row("pp=2,tp=2", "tied", recipe=replace(SHORT_TIED, steps=12, evaluated=True), full=True),
