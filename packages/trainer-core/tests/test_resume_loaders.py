@@ -60,7 +60,11 @@ LOADERS: dict[str, Callable[[], object]] = {
     "streamed": Streamed,
     "positioned": lambda: build_loader(Positioned(), BATCH),
     "torchdata": lambda: StatefulDataLoader(Positioned(), BATCH),
+    "torchdata, streamed": lambda: StatefulDataLoader(Streamed(), BATCH),
     "torchdata, shuffled": lambda: StatefulDataLoader(Indexed(), BATCH, shuffle=True),
+    "torchdata, generator": lambda: StatefulDataLoader(
+        Indexed(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(7)
+    ),
 }
 
 
@@ -127,6 +131,9 @@ def test_a_stop_anywhere_leaves_the_curve_as_it_is(
         directory = f"{event}-{step}"
         curve(directory, StopAt(event, step))
         assert curve(directory) == whole, directory
+    for step in range(1, steps):
+        curve("many", StopAt("on_step_end", step))
+    assert curve("many") == whole
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

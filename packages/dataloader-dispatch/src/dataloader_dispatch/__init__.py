@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         shard_for_evaluation,
     )
     from dataloader_dispatch.synchronized.loader import SynchronizedDataLoader
+    from dataloader_dispatch.torchdata_loaders import begin_pass, load_loader_state, loader_state
 
 __all__ = [
     "ColumnDocuments",
@@ -72,11 +73,14 @@ __all__ = [
     "SynchronizedDataLoader",
     "TokenBinary",
     "TokenDocuments",
+    "begin_pass",
     "build_loader",
     "data_fingerprint",
     "end_workers",
     "ignored_like",
     "is_ignored",
+    "load_loader_state",
+    "loader_state",
     "masked_dummy",
     "mix_documents",
     "open_documents",

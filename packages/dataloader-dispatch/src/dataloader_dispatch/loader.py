@@ -16,6 +16,7 @@ from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.order import ShuffledIndex
 from dataloader_dispatch.rows import position_state, saved_counts
 from dataloader_dispatch.settings import below, check_epoch, check_workers, positive_batch_size
+from dataloader_dispatch.torchdata_loaders import IterableLoader, ignore_torchdata_warning
 from dist_env import get_logger, tie_loader_workers
 
 Item_co = TypeVar("Item_co", covariant=True)
@@ -194,7 +195,7 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
         # A generator of its own: making an iterator draws a seed, and would disturb the random numbers of a
         # run that makes one more because it resumed.
         with warnings.catch_warnings():
-            _ignore_torchdata_warning()
+            ignore_torchdata_warning()
             super().__init__(dataset, sampler=sampler, generator=torch.Generator(), **options)
         self._place = sampler
         self._listeners: list[HasEpochs] | None = None
@@ -282,56 +283,6 @@ class ResumableDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdat
         return {"items": self._place.length, "seed": self._place.seed, "shuffle": self._place.shuffle}
 
 
-class _IterableLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
-    """A `StatefulDataLoader` of an iterable dataset, whose state tells the size of the batches it counts.
-
-    torchdata 0.11 counts batches, and takes up a count of larger or smaller ones as it is.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of torchdata, with the batch size and the number of workers."""
-        return {**super().state_dict(), "batch_size": self.batch_size, "num_workers": self.num_workers}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a saved position, also of batches of another size where items can be counted.
-
-        Raises:
-            DataError: The state was saved with another number of workers, or with batches of another size
-                whose items those of this one cannot make up.
-        """
-        state = dict(state_dict)
-        size = state.pop("batch_size", self.batch_size)
-        workers = state.pop("num_workers", self.num_workers)
-        if state and workers != self.num_workers:
-            raise DataError(
-                f"data position: it was saved with num_workers={workers}, and the loader has "
-                f"num_workers={self.num_workers}, but each worker has its own part of an iterable dataset. "
-                f"Go back to {workers}."
-            )
-        if size != self.batch_size and not state.get("_iterator_finished") and not _tells_items(state):
-            items = state.get("_num_yielded", 0) * size
-            if "_num_yielded" not in state or items % self.batch_size:
-                raise DataError(
-                    f"data position: it was saved with batch_size={size}, and the loader has "
-                    f"batch_size={self.batch_size}. The iterable dataset has no state_dict, so its position "
-                    "is a number of batches, and of several workers each has its own. Go back to that size, "
-                    "or give the iterator of the dataset state_dict and load_state_dict."
-                )
-            state["_num_yielded"] = state["_sampler_iter_yielded"] = items // self.batch_size
-        super().load_state_dict(state)
-
-
-def _tells_items(state: Mapping[str, Any]) -> bool:
-    """Whether the dataset, or each worker's copy of it, has saved a position of its own."""
-    snapshot = state.get("_snapshot")
-    parts = [state] if snapshot is None else snapshot["_worker_snapshots"].values()
-    return all(
-        part.get("dataset_state") is not None
-        or (part.get("fetcher_state") or {}).get("dataset_iter_state") is not None
-        for part in parts
-    )
-
-
 def build_loader(
     dataset: Dataset[Item] | Indexed[Item],
     batch_size: int,
@@ -405,8 +356,8 @@ def build_loader(
             "shuffle=True needs random access, which an iterable dataset has not. Shuffle inside it."
         )
     with warnings.catch_warnings():
-        _ignore_torchdata_warning()
-        return tie_loader_workers(_IterableLoader(dataset, generator=_generator(seed), **options))
+        ignore_torchdata_warning()
+        return tie_loader_workers(IterableLoader(dataset, generator=_generator(seed), **options))
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -428,11 +379,6 @@ def _sampler(
             "Set it to False or make the batch smaller."
         )
     return EpochSampler(length, shuffle, seed)
-
-
-def _ignore_torchdata_warning() -> None:
-    """torchdata 0.11 calls a function that torch 2.13 deprecates; users can do nothing about it."""
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
 
 
 def sync_dataset_state_from_dataloader(loader: Iterable[object]) -> bool:

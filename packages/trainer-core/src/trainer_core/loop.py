@@ -8,7 +8,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from checkpoint_core import RNGState
-from dataloader_dispatch import end_workers, set_loader_epoch
+from dataloader_dispatch import begin_pass, end_workers, load_loader_state, loader_state, set_loader_epoch
 from dist_env import gather_objects, get_logger
 
 from .callbacks import InfoCallback, ProfilerCallback
@@ -147,7 +147,7 @@ class TrainingLoop:
         before = generators.state_dict()
         if run.loader is None:
             raise DataError("train() needs a train_dataset. Give one to the Trainer.")
-        batches = self._pass = iter(run.loader)
+        batches = self._pass = begin_pass(run.loader)
         if run.steps_in_epoch:
             generators.load_state_dict(before)
             return batches
@@ -163,7 +163,7 @@ class TrainingLoop:
         """Let a loader that this process has left in mid-epoch continue there: a new iterator begins anew."""
         loader = self.run.loader
         if self.run.steps_in_epoch and self._continues and keeps_position(loader):
-            loader.load_state_dict(loader.state_dict())
+            load_loader_state(loader, loader_state(loader))
         self._continues = False
 
     def _train_step(self, window: Window) -> None:

@@ -10,6 +10,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint_core import ModelState, OptimizerState, RNGState, SharingPattern, StateComponent, Stateful
+from dataloader_dispatch import load_loader_state, loader_state
 from dist_env import get_logger
 
 from .arguments import TrainingArguments
@@ -285,13 +286,13 @@ class _TorchdataPosition:
             return {}
         generators = RNGState()
         before = generators.state_dict()
-        state: dict[str, object] = loader.state_dict()
+        state: dict[str, object] = loader_state(loader)
         generators.load_state_dict(before)
         return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a saved position; torchdata takes an empty one for none."""
-        self._loader.load_state_dict(dict(state))
+        load_loader_state(self._loader, dict(state))
 
 
 def _sharing(built: BuiltModel, placement: BatchPlacement) -> dict[str, SharingPattern]:

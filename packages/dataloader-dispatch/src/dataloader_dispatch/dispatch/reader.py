@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from dataloader_dispatch.batches import Uneven, dense_to_device, masked_dummy
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import PassGenerator, end_workers, length_of, set_loader_epoch
+from dataloader_dispatch.torchdata_loaders import begin_pass, load_loader_state, loader_state
 
 logger = logging.getLogger("dataloader_dispatch")
 
@@ -93,11 +94,11 @@ class Position:
 
     def state_dict(self) -> dict[str, object] | None:
         """A copy of the loader's state; None if it has none."""
-        return copy.deepcopy(self._loader.state_dict()) if self.has_state else None
+        return copy.deepcopy(loader_state(self._loader)) if self.has_state else None
 
     def load_state_dict(self, state: object) -> None:
         """Go to a saved position."""
-        self._loader.load_state_dict(state)
+        load_loader_state(self._loader, state)
 
     def load_resharded(self, states: Sequence[object]) -> None:
         """Go to the position that several ranks saved; empty states of a dispatcher do not count."""
@@ -215,7 +216,7 @@ class Reader:
             return
         self._rewind()
         self.generator.renew()
-        self._iterator = iter(self.loader)
+        self._iterator = begin_pass(self.loader)
         self._rounds, self._exhausted = 0, False
         self._consumed, self._is_ahead = self._look(), True
         self._begun = generation
@@ -326,7 +327,7 @@ class Single:
 
     def start_pass(self) -> int:
         self._number += 1
-        self._iterator = iter(self._loader)
+        self._iterator = begin_pass(self._loader)
         self._received = 0
         return self._number
 

@@ -23,6 +23,7 @@ from dataloader_dispatch.synchronized.digests import (
     same_first_batches,
     unlike_batches,
 )
+from dataloader_dispatch.torchdata_loaders import begin_pass, loader_state
 from dist_env import ControlGroup, RankFailedError, Transfer, get_logger
 
 Batch = TypeVar("Batch")
@@ -245,9 +246,9 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, loader: object) -> Place:
         """Where a loader stands now."""
-        state = getattr(loader, "state_dict", None)
         # A copy, because the loader may go on to change what it returned.
-        copied = copy.deepcopy(state()) if callable(state) else None
+        has_state = callable(getattr(loader, "state_dict", None))
+        copied = copy.deepcopy(loader_state(loader)) if has_state else None
         progress = getattr(loader, "epoch_progress", None)
         return cls(copied, epoch_of(loader), None if progress is None else float(progress))
 
@@ -416,7 +417,7 @@ class Epoch(Generic[Batch]):
                     f"other ranks in {epoch}, but it has no set_epoch(epoch). Add it."
                 )
             loader.set_epoch(epoch)
-        self.iterator = iter(loader)
+        self.iterator = begin_pass(loader)
         if before is None or before.iterator is not self.iterator:
             self._fetch()
             return

@@ -15,6 +15,7 @@ from dataloader_dispatch.batches import Uneven, masked_dummy, to_device
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.loader import PassGenerator, end_workers, length_of, set_loader_epoch
 from dataloader_dispatch.synchronized.epoch import Epoch, Exchange, Place, Settings, common_length
+from dataloader_dispatch.torchdata_loaders import begin_pass, load_loader_state, loader_state
 from dist_env import get_logger, tie_loader_workers
 
 Batch = TypeVar("Batch")
@@ -121,7 +122,7 @@ class SynchronizedDataLoader(Generic[Batch]):
         if self._is_closed:
             raise RuntimeError(_CLOSED)
         if self._group.size == 1:
-            return self._alone(iter(self.loader))
+            return self._alone(begin_pass(self.loader))
         self._generator.draw()
         self._generator.renew()
         return self._pass()
@@ -197,23 +198,24 @@ class SynchronizedDataLoader(Generic[Batch]):
         rank that has run out stays behind its last batch. An empty dict is the start of an epoch: of a loader
         that does not count epochs, after other ranks have run out before it.
         """
-        own = self._inner.state_dict
+        _ = self._inner.state_dict  # absent as in the loader
 
         def state_dict() -> dict[str, object]:
             state = self._place.state
-            return own() if state is None else state
+            own: dict[str, object] = loader_state(self.loader) if state is None else state
+            return own
 
         return state_dict
 
     @property
     def load_state_dict(self) -> Callable[[Mapping[str, object]], None]:
         """A function that takes what ``state_dict`` returned on this rank; absent as in the loader."""
-        load = self._inner.load_state_dict
+        _ = self._inner.load_state_dict  # absent as in the loader
 
         def load_state_dict(state: Mapping[str, object]) -> None:
             self._leave()
             if state:  # an empty one is the start of an epoch, where any next pass begins
-                load(state)
+                load_loader_state(self.loader, state)
                 self._is_loaded = True
 
         return load_state_dict
@@ -317,7 +319,7 @@ class SynchronizedDataLoader(Generic[Batch]):
                 set_loader_epoch(loader, place.epoch)
             return True
         if place.state is not None:
-            self._inner.load_state_dict(place.state)
+            load_loader_state(self.loader, place.state)
         return False
 
     def _check_settings(self) -> None:

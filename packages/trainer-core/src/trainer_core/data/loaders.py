@@ -20,7 +20,10 @@ from dataloader_dispatch import (
     ResumableDataLoader,
     StreamLoader,
     SynchronizedDataLoader,
+    begin_pass,
     build_loader,
+    load_loader_state,
+    loader_state,
 )
 from dist_env import tie_loader_workers
 
@@ -508,8 +511,8 @@ def leave_epoch(loader: object) -> None:
         return
     generators = RNGState()
     before = generators.state_dict()
-    iter(inner)
-    inner.load_state_dict(inner.state_dict())
+    begin_pass(inner)
+    load_loader_state(inner, loader_state(inner))
     generators.load_state_dict(before)
 
 
