@@ -404,3 +404,15 @@ def test_open_documents_returns_a_document_source(tree: Path) -> None:
     assert isinstance(source, FileDocuments)
     assert isinstance(source, DocumentSource)
     assert texts(pickle.loads(pickle.dumps(source))) == texts(source)
+
+
+def test_a_column_that_no_file_has_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text('{"content": "x"}\n')
+    open_documents(tmp_path)
+    assert not caplog.messages
+    open_documents(tmp_path, text_column="content")
+    assert "text_column='content' has no effect: none of the 1 file(s), such as" in caplog.text
+    caplog.clear()
+    (tmp_path / "b.jsonl").write_text('{"content": "x"}\n')
+    open_documents(tmp_path, text_column="content")
+    assert not caplog.messages

@@ -39,6 +39,8 @@ from dataloader_dispatch.store.reader import CacheSettings, StoredFile, announce
 from dist_env import size_text
 
 logger = logging.getLogger("dataloader_dispatch")
+DEFAULT_COLUMN = "text"
+_COLUMNS = (".jsonl", ".parquet", ".arrow")
 
 Parts: TypeAlias = tuple[str, ...]
 """A relative path, or a glob, at its slashes."""
@@ -341,7 +343,7 @@ def open_documents(
     *,
     exclude: str | Sequence[str] = (),
     undecodable: UndecodablePolicy = "error",
-    text_column: str = "text",
+    text_column: str = DEFAULT_COLUMN,
     unreadable: UnreadablePolicy = "stop",
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -380,7 +382,8 @@ def open_documents(
         undecodable: A document that is not UTF-8, noticed when it is read: ``"error"`` raises with the
             file and the byte; ``"skip"`` makes it an empty document, which `DocumentStream` leaves out;
             ``"replace"`` puts U+FFFD for what cannot be decoded. `FileDocuments.undecodable` counts them.
-        text_column: Key (``.jsonl``) or column (``.parquet``, ``.arrow``) that holds the text or token ids.
+        text_column: Key (``.jsonl``) or column (``.parquet``, ``.arrow``) that holds the text or token ids. A
+            warning tells where no file has any.
         unreadable: A file that cannot be opened (it is damaged, not complete, lacks the column, is gone, or
             must not be read), or a document that cannot be read later (that, or it is malformed, or larger
             than allowed): ``"stop"`` raises; ``"skip"`` leaves the file out, or makes the document an empty
@@ -433,6 +436,7 @@ def open_documents(
             )
     files = find_data_files(paths, exclude, stored)
     _warn_of_small_cache(files)
+    _warn_of_unused_column(files, text_column)
     settings = ReadSettings(text_column, max_document_bytes, skip=unreadable == "skip")
     columns: RecentColumns = RecentlyUsed(_RECENT_BYTES, _RECENT_BLOCKS)
     lines: RecentFiles = RecentlyUsed(0, _RECENT_FILES)
@@ -493,6 +497,19 @@ def _warn_of_small_cache(files: Sequence[DataFile]) -> None:
             size_text(size),
             size_text(stored[0].settings.limit),
             size_text(SMALL_BLOCK_BYTES),
+        )
+
+
+def _warn_of_unused_column(files: Sequence[DataFile], text_column: str) -> None:
+    """Say that a column was named that no file has: JSON lines in a ``.txt`` file are read as they are."""
+    if text_column != DEFAULT_COLUMN and not any(file.path.lower().endswith(_COLUMNS) for file in files):
+        logger.warning(
+            "text_column=%r has no effect: none of the %d file(s), such as %s, ends in %s, and each is read "
+            "as one document, as it is. Rename those that hold JSON lines or a table, or leave it out",
+            text_column,
+            len(files),
+            files[0].path,
+            ", ".join(_COLUMNS),
         )
 
 
