@@ -87,6 +87,20 @@ def test_existing_group_is_used_with_a_warning_and_kept(caplog: pytest.LogCaptur
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_a_launcher_that_know_nothing_of_one_another_are_warned_of(
+    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # also where one process was started in an allocation
+    monkeypatch.setenv(variable, "1")
+    with DistributedEnvironment(no_accelerator=True):
+        assert not caplog.messages
+    monkeypatch.setenv(variable, "4")
+    with DistributedEnvironment(no_accelerator=True):
+        [message] = caplog.messages
+    assert message.startswith(f"{variable}=4 tells of several processes, but WORLD_SIZE is not set")
+
+
 def test_error_inside_passes_through_and_closes() -> None:
     with pytest.raises(KeyError), DistributedEnvironment():
         raise KeyError("mine")

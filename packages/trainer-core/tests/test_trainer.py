@@ -270,3 +270,11 @@ def test_a_script_reads_the_parts_of_a_run_and_cannot_replace_them(
     for name in ("model", "control", "train_dataloader", "checkpoint_manager"):
         with pytest.raises(AttributeError):
             setattr(trainer, name, None)
+
+
+def test_processes_that_a_launcher_has_not_joined_are_warned_of(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    make_trainer(max_steps=1)
+    assert "SLURM_STEP_NUM_TASKS=2 tells of several processes, but WORLD_SIZE is not set" in caplog.text

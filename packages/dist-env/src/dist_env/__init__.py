@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dist_env.rank_report import RankReport
     from dist_env.store_errors import StoreError, StoreSettingsError
     from dist_env.tree_sums import HostSums, own_address
+    from dist_env.variables import unused_launcher
     from dist_env.worker_processes import die_with_parent_context, tie_loader_workers
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "size_text",
     "split_address",
     "tie_loader_workers",
+    "unused_launcher",
 ]
 
 if not TYPE_CHECKING:

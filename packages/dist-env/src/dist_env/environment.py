@@ -31,7 +31,7 @@ from dist_env.interface import forget_meshes
 from dist_env.liveness import end_liveness
 from dist_env.logging import get_logger, parse_level, set_speaker
 from dist_env.rendezvous import Rendezvous, open_store
-from dist_env.variables import ExportedVariables, resolve_variables
+from dist_env.variables import ExportedVariables, resolve_variables, unused_launcher
 
 logger = get_logger("dist_env")
 
@@ -205,6 +205,8 @@ class DistributedEnvironment:
         try:
             for text in (*self._variables.overruled, *filter(None, [self._overruled])):
                 logger.warning("%s.", text)
+            if self.world_size == 1 and (problem := unused_launcher()) is not None:
+                logger.warning("%s", problem)
             set_current_device(self.device)
             if self.flight_recorder is not None:
                 self._recorder = FlightRecorder(self.flight_recorder, self.rank, self.world_size)

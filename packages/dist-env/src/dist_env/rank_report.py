@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dist_env.environment import DistributedEnvironment
 from dist_env.tables import name_ranks
+from dist_env.variables import unused_launcher
 
 # Settings that the doctor has an opinion on, or that must agree between ranks.
 _WATCHED_VARIABLES = (
@@ -389,12 +390,5 @@ def _differences(reports: Sequence[RankReport]) -> list[str]:
 
 
 def _unused_launcher(reports: Sequence[RankReport], environ: Mapping[str, str]) -> list[str]:
-    for variable in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        size = environ.get(variable, "")
-        if len(reports) == 1 and size.isdecimal() and int(size) > 1 and "WORLD_SIZE" not in environ:
-            return [
-                f"{variable}={size} tells of several processes, but WORLD_SIZE is not set, so that each is "
-                "a job of its own: start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK and "
-                "LOCAL_WORLD_SIZE."
-            ]
-    return []
+    problem = unused_launcher(environ, also=["SLURM_NTASKS"]) if len(reports) == 1 else None
+    return [] if problem is None else [problem]

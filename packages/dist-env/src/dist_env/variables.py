@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_env.errors import DistributedEnvironmentError
@@ -16,6 +16,8 @@ from dist_env.interface import check_ranks
 
 DEFAULT_MASTER_ADDR = "localhost"
 DEFAULT_MASTER_PORT = 29501
+_PROCESS_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Of processes started together. The shell of an allocation has `SLURM_NTASKS` too, where one is alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,31 @@ def resolve_variables(
         port_asked=port is not None,
         overruled=tuple(overruled),
     )
+
+
+def unused_launcher(environ: Mapping[str, str] | None = None, also: Sequence[str] = ()) -> str | None:
+    """What to say where a launcher has started several processes, and this one was not told of the others.
+
+    ``srun`` and ``mpirun`` set variables of their own, and not `WORLD_SIZE`: each process is then alone, and
+    would do the whole work once more.
+
+    Args:
+        environ: Where to read variables; the process environment when None.
+        also: More variables that hold a number of processes.
+
+    Returns:
+        The sentence; None where nothing is to be said.
+    """
+    environ = os.environ if environ is None else environ
+    for variable in (*_PROCESS_COUNTS, *also):
+        size = environ.get(variable, "")
+        if size.isdecimal() and int(size) > 1 and "WORLD_SIZE" not in environ:
+            return (
+                f"{variable}={size} tells of several processes, but WORLD_SIZE is not set, so that each is "
+                "a job of its own: start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK and "
+                "LOCAL_WORLD_SIZE."
+            )
+    return None
 
 
 def _read_integer(environ: Mapping[str, str], name: str) -> int | None:

@@ -20,6 +20,8 @@ from dist_env import (
     DistributedEnvironment,
     ParallelLayout,
     StaticDistributedEnvironment,
+    get_logger,
+    unused_launcher,
 )
 
 from .arguments import TrainingArguments
@@ -36,6 +38,8 @@ from .optimization import (
     schedule_free_class,
 )
 from .state import callback_name
+
+logger = get_logger(__name__)
 
 _OF_OPTIMIZER = (
     "optim",
@@ -282,6 +286,8 @@ def environment_of(args: TrainingArguments) -> DistributedEnvInterface:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         _opened = DistributedEnvironment(no_accelerator=device.type == "cpu").open()
         return _opened
+    if (problem := unused_launcher()) is not None:
+        logger.warning("%s", problem)
     return StaticDistributedEnvironment(device=device)
 
 
