@@ -117,6 +117,16 @@ def trainer_of(args: TrainingArguments, **more: object) -> Trainer:
     return Trainer(args, **options | more)  # type: ignore[arg-type]
 
 
+class Handler:
+    """Notes when handlers of a microbatch are called, where the transform notes what it is told."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def on_forward_backward_end(self, *_: object, **__: object) -> None:
+        self.told.append("handler")
+
+
 def test_a_transform_is_told_of_every_step(tmp_path: Path) -> None:
     transform = Noting()
     # The model is sharded for it on the meta device, which takes a mesh, also of one rank.
@@ -125,11 +135,16 @@ def test_a_transform_is_told_of_every_step(tmp_path: Path) -> None:
         trainer = trainer_of(
             arguments(tmp_path, gradient_accumulation_steps=2, logging_steps=1, save_strategy="no"),
             parallel=[transform],
+            callbacks=[Handler(transform.noted.told)],
         )
         trainer.train()
     finally:
         torch.distributed.destroy_process_group()
-    microbatches = ["before Model, last=False", "after", "before Model, last=True", "after", "finish"]
+    # The last handler sees the gradient of the step, and what it changes of it is not overwritten.
+    microbatches = [
+        *("before Model, last=False", "after", "handler"),
+        *("before Model, last=True", "after", "finish", "handler"),
+    ]
     assert transform.noted.told == [
         "attach AdamW",
         "begin 0",
@@ -138,7 +153,7 @@ def test_a_transform_is_told_of_every_step(tmp_path: Path) -> None:
         *microbatches,
         "step 2",
     ]
-    assert [entry["noted"] for entry in trainer.state.log_history if "loss" in entry] == [8, 14]
+    assert [entry["noted"] for entry in trainer.state.log_history if "loss" in entry] == [10, 18]
 
 
 class InBf16(Noting):

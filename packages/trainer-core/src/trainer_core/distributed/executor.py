@@ -134,9 +134,10 @@ class EagerExecutor:
             total = self._run(module, batch, loss).loss
             (total / share).backward()
             sync.after_backward(self.model, last=last)
+            if last:
+                sync.finish()  # before handlers, who see and may change the gradient of the step
             sums.append(total.detach())
             fire("on_forward_backward_end")
-        sync.finish()
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def _run(self, module: nn.Module, batch: Batch, loss: TokenLoss) -> ForwardOutput:
