@@ -81,6 +81,7 @@ def test_nothing_is_kept_to_receive_into(world: Callable[..., Any], name: str) -
         ("four", "pp=4"),
         ("four", "pp=2,dp=2"),
         ("four", "pp=2,shard=2"),
+        ("four", "own parameters"),
     ],
 )
 def test_curve_is_that_of_one_process(world: Callable[..., Any], launch: str, name: str) -> None:

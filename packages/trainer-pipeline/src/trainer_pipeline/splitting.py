@@ -215,8 +215,8 @@ class OwnParameters(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, parameter in module._parameters.items():
-            self.register_parameter(name, parameter)
+        # The same table, so that the module computes with what sharding puts into this one for a while.
+        self._parameters = module._parameters
 
 
 class Costs(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from ranks import Scenario
-from tiny import COMMON, LENGTH, VOCABULARY, Batches, Tiny, alone, curve, trainer_of
+from tiny import COMMON, LENGTH, VOCABULARY, WIDTH, Batches, Tiny, alone, curve, trainer_of
 from torch import Tensor, nn
 
 from dist_env import DistributedEnvInterface
@@ -19,6 +19,7 @@ from trainer_pipeline.diagram.table import compute_actions
 from trainer_pipeline.schedules import schedule_kind
 
 LAYERS = 8
+TIED = partial(Tiny, LAYERS, tied=True)
 SCHEDULES = (
     "gpipe",
     "1f1b",
@@ -142,11 +143,24 @@ def stepped(
     }
 
 
+class Placed(Tiny):
+    """Adds a parameter of the model itself to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYERS)
+        self.learned = nn.Parameter(0.3 * torch.randn(LENGTH, WIDTH))
+        self.embed.register_forward_hook(lambda _, __, found: found + self.learned[: found.shape[1]])
+
+
 def trained(
-    env: DistributedEnvInterface, folder: Path, accumulation: int, pipelines: int = 1, **settings: object
+    env: DistributedEnvInterface,
+    folder: Path,
+    accumulation: int,
+    pipelines: int = 1,
+    make: Callable[[], nn.Module] = TIED,
+    **settings: object,
 ) -> object:
     """The curve beside one process; the last window of an epoch has fewer batches, and the last is short."""
-    make = partial(Tiny, LAYERS, tied=True)
     given = {"max_steps": 4, "train": Batches(38)}
     trainer = trainer_of(
         env,
@@ -175,4 +189,7 @@ OF_FOUR: dict[str, Scenario] = {
     "trained, pp=2,dp=2": partial(trained, accumulation=2, pipelines=2, mesh="pp=2,dp=2"),
     # By trainer-fsdp2.
     "trained, pp=2,shard=2": partial(trained, accumulation=2, pipelines=2, mesh="pp=2,shard=2"),
+    "trained, own parameters": partial(
+        trained, accumulation=2, pipelines=2, mesh="pp=2,shard=2", make=Placed
+    ),
 }
