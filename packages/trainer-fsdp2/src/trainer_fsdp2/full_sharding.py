@@ -33,6 +33,7 @@ from trainer_core import (
 
 from .arguments import FSDP2Arguments, check_beside
 from .units import Unit, refuse_unshardable, units_of
+from .unused import UnusedParameters
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -151,7 +152,8 @@ class FullyShard(ModelTransform):
             built.weights_device = torch.device("cpu")
         if args.autocast_dtype is None and settings.param_dtype == "bfloat16":
             built.matmul_dtype = "bf16"
-        built.grad_sync = sync = _ShardSync(built.parts, settings, in_stages)
+        unused = _unused_parameters(built, expert_mesh)
+        built.grad_sync = sync = _ShardSync(built.parts, settings, in_stages, unused)
         built.hooks.append(_ShardHooks(built, sync, settings))
         logger.info(
             "sharded %d units and the root over %s ranks\n%s",
@@ -237,10 +239,17 @@ def shard(
 class _ShardSync(GradSync):
     """Sends gradients with the last microbatch of a step, or with each; keeps weights as long as needed."""
 
-    def __init__(self, parts: Sequence[nn.Module], settings: FSDP2Arguments, in_stages: bool) -> None:
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        settings: FSDP2Arguments,
+        in_stages: bool,
+        unused: Sequence[UnusedParameters],
+    ) -> None:
         self.units: dict[nn.Module, list[FSDPModule]] = {part: fsdp_modules(part) for part in parts}
         self._settings = settings
         self._in_stages = in_stages
+        self._unused = unused
         self._was_last: dict[nn.Module, bool] = {}
 
     def before_backward(self, part: nn.Module, *, last: bool) -> None:
@@ -256,6 +265,11 @@ class _ShardSync(GradSync):
                 unit.set_is_last_backward(last)
             unit.set_requires_gradient_sync(last or settings.reduce_each_microbatch, recurse=False)
             unit.set_reshard_after_backward(not keeps_weights, recurse=False)
+
+    def finish(self) -> None:
+        """Drop the gradients of parameters that no rank has used."""
+        for each in self._unused:
+            each.drop()
 
     def drop_gathered(self) -> None:
         """Let go of gathered weights, so that parameters are this rank's shards again."""
@@ -352,6 +366,19 @@ def _meshes(ranks: Ranks) -> tuple[DeviceMesh, DeviceMesh | None]:
     if meshes.hsdp is None:
         return meshes.fsdp, meshes.expert_fsdp
     return meshes.hsdp, meshes.expert_hsdp
+
+
+def _unused_parameters(built: BuiltModel, expert_mesh: DeviceMesh | None) -> list[UnusedParameters]:
+    """What finds the parameters that no rank has used: experts, and all others."""
+    ranks, inside = built.ranks, set(map(id, built.experts))
+    units = [unit for part in built.parts for unit in fsdp_modules(part)]
+    experts = [unit for unit in units if id(unit) in inside]
+    others = [unit for unit in units if id(unit) not in inside]
+    found = [UnusedParameters(others, [] if ranks.loss_group is None else [ranks.loss_group], ranks.device)]
+    if expert_mesh is not None and experts:
+        among = [expert_mesh.get_group(dim) for dim, size in enumerate(expert_mesh.shape) if size > 1]
+        found.append(UnusedParameters(experts, among, ranks.device))
+    return found
 
 
 def resharding(setting: bool | int, shards: int) -> bool | int:

@@ -57,6 +57,21 @@ def one_block_twice() -> nn.Module:
     return model
 
 
+class Seldom(Tiny):
+    """Uses a parameter for some batches alone: in the first step on one rank, in the second on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seldom = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [batch, positions, vocabulary]."""
+        logits = super().forward(input_ids)
+        if int(input_ids.sum()) % 5 != 4:
+            return logits
+        return logits + (self.embed(input_ids) * self.seldom).sum(dim=-1, keepdim=True).sin() * logits
+
+
 def with_scalar() -> nn.Module:
     """A parameter without a dimension."""
     model = Tiny()
@@ -184,4 +199,5 @@ ACCEPTED: dict[str, Scenario] = {
     "shared weight, one piece": partial(trained, model_init=shared_weight, shard_transformer_layers=False),
     "shared layer, one piece": partial(trained, model_init=shared_module, shard_transformer_layers=False),
     "one block twice": partial(trained, model_init=one_block_twice),
+    "a parameter seldom used": partial(trained, model_init=Seldom),
 }

@@ -23,6 +23,7 @@ from ..arguments import TrainingArguments
 from ..errors import ConfigurationError, DataError
 from ..generation import generators_of_rank_0, logits_of_one_rank
 from ..metrics.comm_bytes import CommBytes
+from ..model.meta_model import is_fake
 from .executor import EagerExecutor, Executor, Fire, ForwardOutput, GradSync, clip_grad_norm_, own_part
 from .ranks import Ranks
 
@@ -462,6 +463,8 @@ class ReplicaGradSync(GradSync):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._under_way: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
+        self._unused: dict[int, nn.Parameter] = {}
+        """What this rank has not used in the step, by the id of what it sums instead of a gradient."""
 
     @torch.no_grad()
     def after_backward(self, part: nn.Module, *, last: bool) -> None:
@@ -471,25 +474,39 @@ class ReplicaGradSync(GradSync):
         gradients = []
         for parameter in part.parameters():
             if parameter.requires_grad:
-                if parameter.grad is None:
+                gradient = parameter.grad
+                if gradient is None:
                     # Another replica may have used it.
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(own_part(parameter.grad))
+                    gradient = parameter.grad = torch.zeros_like(parameter)
+                    self._unused[id(own_part(gradient))] = parameter
+                gradients.append(own_part(gradient))
         for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            uses = bucket[0].new_ones(len(bucket))
+            for place, gradient in enumerate(bucket):
+                if id(gradient) in self._unused:
+                    uses[place].zero_()
+            flat = torch.cat([*(gradient.reshape(-1) for gradient in bucket), uses])
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             self._under_way.append((work, flat, bucket))
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the sums and put them into the gradients."""
+        """Wait for the sums and put them into the gradients; what no replica has used has none.
+
+        The optimizer would decay a weight whose gradient is zeros, and move its moments.
+        """
         for work, flat, bucket in self._under_way:
             if work is not None:
                 work.wait()
-            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
-            for gradient, piece in zip(bucket, pieces, strict=True):
+            *pieces, uses = torch.split(flat, [*(gradient.numel() for gradient in bucket), len(bucket)])
+            for place, (gradient, piece) in enumerate(zip(bucket, pieces, strict=True)):
                 gradient.copy_(piece.view_as(gradient))
+                parameter = self._unused.get(id(gradient))
+                # Only a rank that has not used it reads how many have, which waits for the device.
+                if parameter is not None and not is_fake() and not uses[place].item():
+                    parameter.grad = None
         self._under_way.clear()
+        self._unused.clear()
 
 
 def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
