@@ -84,7 +84,7 @@ def test_microbatches_behind_the_second_change_nothing() -> None:
 def test_copies_sum_their_gradients_in_buckets() -> None:
     one, copies = _plan(), _plan(64, _args(mesh="dp=64"))
     assert copies.state == one.state
-    assert copies.reduced == one.gradients
+    assert copies.reduced == pytest.approx(one.gradients, rel=1e-4)  # with a number for each
     assert any("buckets" in note for note in copies.notes)
     assert "64 GPUs, a whole copy on each" in str(copies)
 

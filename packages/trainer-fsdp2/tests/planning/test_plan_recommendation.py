@@ -72,7 +72,7 @@ def test_whole_copies_compute_in_bf16_through_autocast(recommended: Callable[...
     assert found.args.mixed_precision == "bf16"
     assert found.args.fsdp2.param_dtype is None
     assert found.plan.gathered == 0
-    assert found.plan.reduced == found.plan.gradients  # the buckets of DDP
+    assert found.plan.reduced == pytest.approx(found.plan.gradients, rel=1e-6)  # the buckets of DDP
 
 
 def test_one_node_needs_no_second_kind_of_sharding(recommended: Callable[..., Recommendation]) -> None:
