@@ -14,6 +14,7 @@ from dist_env import ParallelLayout, get_logger
 from perf_metrics import ThroughputMeter
 
 from .arguments import TrainingArguments
+from .arguments.config import plain_model_config
 from .checkpointing import OutputLease, build_manager
 from .data.loaders import Batch, EvaluationSets, evaluation_sets, train_loader
 from .distributed.build import build_model, compile_built, make_loss
@@ -116,7 +117,8 @@ def assemble(
     log_window = MetricAccumulator(ranks, state, meter, speed, flops, traffic=built.traffic, halts=halts)
     schedule = None if scheduler is None else ScheduleState(scheduler)
     options = None if optimizer is None else Hyperparameters(optimizer)
-    progress = RunProgress(args, state, log_window, speed, options=options)
+    config = plain_model_config(built.model)
+    progress = RunProgress(args, state, log_window, speed, options=options, model_config=config)
     components = RunComponents(
         built,
         placement,

@@ -14,7 +14,7 @@ from dataloader_dispatch import load_loader_state, loader_state
 from dist_env import get_logger
 
 from .arguments import TrainingArguments
-from .arguments.config import Changes, compare, plain_arguments
+from .arguments.config import Changes, compare, compare_model_configs, plain_arguments
 from .arguments.minimal import GUARDED
 from .data.loaders import Batch, is_torchdata, keeps_position
 from .distributed.ranks import BatchPlacement
@@ -84,6 +84,7 @@ class RunProgress:
         log_window: MetricAccumulator,
         speed: RunSpeed,
         options: Hyperparameters | None,
+        model_config: Mapping[str, object] | None = None,
     ) -> None:
         self.changes = Changes((), (), ())
         """How the arguments differ from those of the checkpoint that was loaded."""
@@ -96,6 +97,7 @@ class RunProgress:
         self._options = options
         self._options_before: Sequence[Mapping[str, object]] | None = None
         self._args = args
+        self._model_config = model_config
         self._state = state
         self._log_window = log_window
         self._speed = speed
@@ -121,6 +123,7 @@ class RunProgress:
             "samples_per_step": self._samples_per_step,
             "interval": log_window,
             "arguments": plain_arguments(self._args),
+            "model_config": self._model_config,
             "optimizer": None if self._options is None else self._options.kind,
             "optimizer_options": None if self._options is None else self._options.plain(),
         }
@@ -136,6 +139,11 @@ class RunProgress:
         if isinstance(arguments, Mapping):
             batch = (state["samples_per_step"], self._samples_per_step)
             self.changes = compare(arguments, self._args, batch=batch)
+        # Absent from old checkpoints. The weights of another configuration may fit, such as other heads.
+        model_config = state.get("model_config")
+        if isinstance(model_config, Mapping) and self._model_config is not None:
+            others = compare_model_configs(model_config, self._model_config)
+            self.changes = self.changes._replace(warned=(*self.changes.warned, *others))
         before = state["optimizer_options"]
         self._options_before = None
         if isinstance(before, Sequence):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -178,6 +179,37 @@ class Changes(NamedTuple):
     """Does not touch the curve: schedules of logs, evaluations and saves, memory, speed, places."""
     warned: tuple[Change, ...]
     refused: tuple[Change, ...]
+
+
+_OF_A_COPY = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"})
+"""What a model's configuration says of how it was saved or is called, and not of what it computes."""
+
+
+def plain_model_config(model: object) -> dict[str, object] | None:
+    """What the `config` of a model says of what it computes, as JSON values; None if the model has none."""
+    config = getattr(model, "config", None)
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        values = to_dict()
+    elif is_dataclass(config) and not isinstance(config, type):
+        values = plain_arguments(config)
+    else:
+        values = config
+    if not isinstance(values, Mapping):
+        return None
+    kept = {str(key): value for key, value in values.items() if str(key) not in _OF_A_COPY}
+    public = {key: value for key, value in kept.items() if not key.startswith("_")}
+    plain: dict[str, object] = json.loads(json.dumps(public, default=lambda value: type(value).__name__))
+    return plain
+
+
+def compare_model_configs(before: Mapping[str, object], now: Mapping[str, object]) -> tuple[Change, ...]:
+    """The entries of two models' configurations that differ; one that a version lacks is not compared."""
+    names = sorted(before.keys() & now.keys())
+    return tuple(
+        Change(f"config.{name} of the model", before[name], now[name])
+        for name in names
+        if before[name] != now[name]
+    )
 
 
 def compare(before: Mapping[str, object], now: Dataclass, *, batch: tuple[object, object]) -> Changes:
