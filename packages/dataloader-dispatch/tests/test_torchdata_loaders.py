@@ -92,6 +92,15 @@ def test_a_resume_at_each_batch_leaves_all_epochs_as_they_are(name: str, wrap: s
     assert epochs_resumed_at_each_batch(build, asks_twice) == whole
 
 
+@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.parametrize("name", LOADERS)
+def test_to_ask_for_the_position_before_the_first_pass_changes_nothing(name: str, wrap: str) -> None:
+    loader, asked = (WRAPPED[wrap](LOADERS[name](0)) for _ in range(2))
+    asked.state_dict()
+    for _ in range(EPOCHS):
+        assert [batch.tolist() for batch in asked] == [batch.tolist() for batch in loader]
+
+
 @pytest.mark.parametrize("name", ["streamed", "shuffled"])
 def test_a_resume_at_each_batch_with_workers(name: str) -> None:
     def build() -> Any:

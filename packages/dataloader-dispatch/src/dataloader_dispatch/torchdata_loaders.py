@@ -71,10 +71,14 @@ def loader_state(loader: Any) -> Any:
     Args:
         loader: A loader with ``state_dict``, whose passes `begin_pass` began.
     """
-    if not (_is_plain(loader) and isinstance(loader.dataset, IterableDataset)):
+    if not _is_plain(loader):
         return loader.state_dict()
+    if loader._iterator is None:
+        _separate_generators(loader)
     skipped = _batches_to_skip(loader)
-    loader.state_dict()  # makes the iterator of a state that was loaded and not begun
+    state = loader.state_dict()  # makes an iterator where there is none
+    if not isinstance(loader.dataset, IterableDataset):
+        return state
     _without_skipped(loader._iterator, skipped)
     return {**loader.state_dict(), **_kind_of_batches(loader)}
 
