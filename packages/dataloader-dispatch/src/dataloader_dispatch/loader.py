@@ -103,31 +103,45 @@ class PassGenerator:
     """Random numbers for the passes over a torch loader that would draw them from the global ones of torch.
 
     A loader that is iterated behind its user's back, in a thread or at the first batch, would draw in between
-    the numbers of a dropout. It gets a generator, whose seed is drawn where the user begins a pass.
+    the numbers of a dropout. It gets generators, whose seeds are drawn where the user begins a pass: as many
+    as torch draws in a process that iterates the loader itself, so that the order is the same.
 
     Args:
         loader: Any loader; one that is not a torch ``DataLoader``, or has a generator, is left alone.
     """
 
     def __init__(self, loader: object) -> None:
-        parts: list[Any] = []
+        self._loader: DataLoader[Any] | None = None
+        self._samplers: list[Any] = []
         if isinstance(loader, DataLoader):
+            self._loader = loader if loader.generator is None else None
             # A batch sampler of the user has a sampler of its own.
-            parts = [loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
-        self._parts = [part for part in parts if getattr(part, "generator", self) is None]
-        self._seed = 0
+            parts = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+            self._samplers = [part for part in parts if getattr(part, "generator", self) is None]
+        self._before_workers = torch.Generator().manual_seed(0).get_state()
+        self._order_seed = 0
         self.renew()
 
     def draw(self) -> None:
-        """Draw the seed of the next pass from the global generator, which is used for nothing else."""
-        if self._parts:
-            self._seed = int(torch.empty((), dtype=torch.int64).random_())
+        """Draw the seeds of the next pass from the global generator, which is used for nothing else."""
+        if self._loader is not None:
+            self._before_workers = torch.get_rng_state()
+            _draw_seed()  # an iterator of torch (2.11 to 2.13) first draws the seed of its workers
+        if self._samplers:
+            self._order_seed = _draw_seed()  # and then a RandomSampler that of the order
 
     def renew(self) -> None:
-        """Give the loader a generator with that seed, before it is iterated; a pass before keeps its own."""
-        generator = torch.Generator().manual_seed(self._seed)
-        for part in self._parts:
-            part.generator = generator
+        """Give the loader its generators, before it is iterated; a pass before keeps its own."""
+        if self._loader is not None:
+            self._loader.generator = torch.Generator()
+            self._loader.generator.set_state(self._before_workers)
+        order = torch.Generator().manual_seed(self._order_seed)
+        for sampler in self._samplers:
+            sampler.generator = order
+
+
+def _draw_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_())
 
 
 class EpochSampler(Sampler[int]):

@@ -212,9 +212,9 @@ def torch_loaders() -> object:
 
 
 def random_numbers() -> object:
-    """Rank 0 draws one seed where a pass begins, and the thread that reads draws none."""
+    """Rank 0 draws where a pass begins what a process alone draws for it, and its thread nothing."""
     loader = dispatcher(DataLoader(range(12), 1, shuffle=True))  # type: ignore[arg-type]
-    passes, drawn = [], []
+    passes, as_alone, drawn = [], [], []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
         batches = iter(loader)
@@ -222,10 +222,11 @@ def random_numbers() -> object:
         passes.append([int(batch) for batch in batches])
         torch.manual_seed(seed)
         if RANK == 0:
-            torch.empty((), dtype=torch.int64).random_()
+            alone = [int(batch) for batch in DataLoader(range(12), 1, shuffle=True)]  # type: ignore[arg-type]
+            as_alone.append(passes[-1] == alone[::2])
         drawn.append(torch.equal(begun, torch.get_rng_state()))
     loader.close()
-    return [passes[0] == passes[1], passes[0] != passes[2], drawn]
+    return [passes[0] == passes[1], passes[0] != passes[2], drawn, all(as_alone)]
 
 
 class Told:
