@@ -121,7 +121,7 @@ def test_torch_loaders_begin_anew_or_at_a_loaded_position(two: list[Any]) -> Non
 
 def test_the_loader_draws_no_random_numbers_in_its_thread(two: list[Any]) -> None:
     for note in two:
-        assert note["random_numbers"] == [True, True, [True] * 3, True]
+        assert note["random_numbers"] == [[True, True, [True] * 3, True]] * 3
 
 
 def test_an_incomplete_last_round_is_left_out_padded_or_an_error(two: list[Any]) -> None:

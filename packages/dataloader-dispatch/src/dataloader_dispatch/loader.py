@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dataloader_dispatch.document_stream import DocumentStream
@@ -117,27 +125,42 @@ class PassGenerator:
             self._loader = loader if loader.generator is None else None
             # A batch sampler of the user has a sampler of its own.
             parts = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-            self._samplers = [part for part in parts if getattr(part, "generator", self) is None]
+            found = {id(part): part for part in parts if getattr(part, "generator", self) is None}
+            self._samplers = list(found.values())
         self._before_workers = torch.Generator().manual_seed(0).get_state()
-        self._order_seed = 0
+        self._before_order = [self._before_workers] * len(self._samplers)
         self.renew()
 
     def draw(self) -> None:
-        """Draw the seeds of the next pass from the global generator, which is used for nothing else."""
+        """Draw the numbers of the next pass from the global generator, which is used for nothing else."""
         if self._loader is not None:
             self._before_workers = torch.get_rng_state()
             _draw_seed()  # an iterator of torch (2.11 to 2.13) first draws the seed of its workers
-        if self._samplers:
-            self._order_seed = _draw_seed()  # and then a RandomSampler that of the order
+        self._before_order = [_draw_order(sampler) for sampler in self._samplers]
 
     def renew(self) -> None:
         """Give the loader its generators, before it is iterated; a pass before keeps its own."""
         if self._loader is not None:
-            self._loader.generator = torch.Generator()
-            self._loader.generator.set_state(self._before_workers)
-        order = torch.Generator().manual_seed(self._order_seed)
-        for sampler in self._samplers:
-            sampler.generator = order
+            self._loader.generator = _generator_at(self._before_workers)
+        for sampler, state in zip(self._samplers, self._before_order, strict=True):
+            sampler.generator = _generator_at(state)
+
+
+def _draw_order(sampler: Any) -> torch.Tensor:
+    """Draw from the global generator what a sampler without one draws; the state from which it is drawn."""
+    if type(sampler) not in (SubsetRandomSampler, WeightedRandomSampler):
+        return torch.Generator().manual_seed(_draw_seed()).get_state()  # as RandomSampler does
+    before = torch.get_rng_state()
+    alike = copy.copy(sampler)
+    alike.generator = None
+    next(iter(alike), None)  # draws the whole order
+    return before
+
+
+def _generator_at(state: torch.Tensor) -> torch.Generator:
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator
 
 
 def _draw_seed() -> int:

@@ -29,7 +29,7 @@ from dispatch_loaders import (
     tell,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dataloader_dispatch import build_loader, end_workers
@@ -213,20 +213,31 @@ def torch_loaders() -> object:
 
 def random_numbers() -> object:
     """Rank 0 draws where a pass begins what a process alone draws for it, and its thread nothing."""
-    loader = dispatcher(DataLoader(range(12), 1, shuffle=True))  # type: ignore[arg-type]
-    passes, as_alone, drawn = [], [], []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        batches = iter(loader)
-        begun = torch.get_rng_state()
-        passes.append([int(batch) for batch in batches])
-        torch.manual_seed(seed)
-        if RANK == 0:
-            alone = [int(batch) for batch in DataLoader(range(12), 1, shuffle=True)]  # type: ignore[arg-type]
-            as_alone.append(passes[-1] == alone[::2])
-        drawn.append(torch.equal(begun, torch.get_rng_state()))
-    loader.close()
-    return [passes[0] == passes[1], passes[0] != passes[2], drawn, all(as_alone)]
+
+    def build(kind: str) -> Any:
+        data: Any = range(12)
+        if kind == "shuffled":
+            return DataLoader(data, 1, shuffle=True)
+        weighted = kind == "weighted"
+        sampler = WeightedRandomSampler([1.0] * 12, 12) if weighted else SubsetRandomSampler(data)
+        return DataLoader(data, 1, sampler=sampler)
+
+    told = []
+    for kind in ("shuffled", "subset", "weighted"):
+        loader = dispatcher(build(kind))
+        passes, as_alone, drawn = [], [], []
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            batches = iter(loader)
+            begun = torch.get_rng_state()
+            passes.append([int(batch) for batch in batches])
+            torch.manual_seed(seed)
+            if RANK == 0:
+                as_alone.append(passes[-1] == [int(batch) for batch in build(kind)][::2])
+            drawn.append(torch.equal(begun, torch.get_rng_state()))
+        loader.close()
+        told.append([passes[0] == passes[1], passes[0] != passes[2], drawn, all(as_alone)])
+    return told
 
 
 class Told:
