@@ -297,6 +297,8 @@ def test_names_of_a_mixture_must_agree() -> None:
         mix_documents({"a": numbers(1, 3), "b": numbers(9, 3)}, {"a": 1, "c": 1})
     with pytest.raises(DataError, match="source 'b' has no documents"):
         mix_documents({"a": numbers(1, 3), "b": []}, {"a": 1, "b": 1})
+    with pytest.raises(TypeError, match="sources must be a dict by names, but is a list"):
+        mix_documents([TokenDocuments([[1]])], [1.0])  # type: ignore[arg-type]
     with pytest.raises(DataError, match="sources is empty"):
         mix_documents({}, {})
 

@@ -465,6 +465,7 @@ def mix_documents(sources: Mapping[str, DocumentSource], passes: Mapping[str, fl
     Raises:
         DataError: The names differ, a weight is not a number, zero, negative or not finite, a source is
             empty, or an epoch would have more than 2**48 documents.
+        TypeError: One of both is not a mapping.
     """
     _check_names(sources, passes, "passes")
     counts = {name: _per_epoch(name, len(source), float(passes[name])) for name, source in sources.items()}
@@ -513,6 +514,7 @@ def passes_for_shares(
 
     Raises:
         DataError: The names differ, or a number is zero, negative or not finite.
+        TypeError: One of both is not a mapping.
     """
     _check_names(sources, shares, "shares")
     if mean_tokens is not None:
@@ -533,6 +535,9 @@ def _is_positive(weight: object) -> bool:
 
 
 def _check_names(sources: Mapping[str, DocumentSource], weights: Mapping[str, float], setting: str) -> None:
+    for name, table in {"sources": sources, setting: weights}.items():
+        if not isinstance(table, Mapping):
+            raise TypeError(f"{name} must be a dict by names, but is a {type(table).__name__}.")
     if not sources:
         raise DataError("sources is empty. Give at least one source.")
     if set(sources) != set(weights):
