@@ -26,6 +26,7 @@ OF_MODEL = {
         "layers.0.mixing.weight and layers.1.mixing.weight are one parameter",
         "fsdp2.shard_transformer_layers=False",
     ),
+    "other parameters on each rank": ("model='others.", "has left out in a step in which others used it"),
     "shared layer": ("layers.0.mixing.weight and layers.1.mixing.weight are one parameter",),
     "shared with the rest": ("layers.1.norm.weight and norm.weight are one parameter", "layers.1 is sharded"),
     "scalar": ("layers.0.temperature", "has no dimension", "[1]"),

@@ -374,10 +374,11 @@ def _unused_parameters(built: BuiltModel, expert_mesh: DeviceMesh | None) -> lis
     units = [unit for part in built.parts for unit in fsdp_modules(part)]
     experts = [unit for unit in units if id(unit) in inside]
     others = [unit for unit in units if id(unit) not in inside]
-    found = [UnusedParameters(others, [] if ranks.loss_group is None else [ranks.loss_group], ranks.device)]
+    among = [] if ranks.loss_group is None else [ranks.loss_group]
+    found = [UnusedParameters(built.model, others, among, ranks.device)]
     if expert_mesh is not None and experts:
         among = [expert_mesh.get_group(dim) for dim, size in enumerate(expert_mesh.shape) if size > 1]
-        found.append(UnusedParameters(experts, among, ranks.device))
+        found.append(UnusedParameters(built.model, experts, among, ranks.device))
     return found
 
 

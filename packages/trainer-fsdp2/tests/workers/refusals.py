@@ -12,7 +12,7 @@ from tiny import VOCABULARY, WIDTH, Batches, Tiny, losses, trainer_of
 from torch import Tensor, nn
 
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
-from trainer_core import DataParallelArguments, Trainer
+from trainer_core import DataParallelArguments, Trainer, fsdp_modules
 from trainer_fsdp2 import FSDP2Arguments, FullyShard
 
 
@@ -70,6 +70,29 @@ class Seldom(Tiny):
         if int(input_ids.sum()) % 5 != 4:
             return logits
         return logits + (self.embed(input_ids) * self.seldom).sum(dim=-1, keepdim=True).sin() * logits
+
+
+class Alternating(Tiny):
+    """Uses one of two parameters of a shape, another one on each rank."""
+
+    def __init__(self, env: DistributedEnvInterface) -> None:
+        super().__init__()
+        self.others = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
+        self._rank = env.rank
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [batch, positions, vocabulary]."""
+        scale = (self.embed(input_ids) * self.others[self._rank % 2]).sum(dim=-1, keepdim=True).sin()
+        return super().forward(input_ids) * scale
+
+
+def as_of_torch_2_11(env: DistributedEnvInterface, folder: Path) -> None:
+    """Train where a rank sends gradients only of what it has used, as torch 2.11 does."""
+    trainer = trainer_of(env, folder, partial(Alternating, env), train=Batches())
+    for unit in fsdp_modules(trainer.unwrapped_model()):
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(False)
+    trainer.train()
 
 
 def with_scalar() -> nn.Module:
@@ -167,6 +190,7 @@ OF_MODEL: dict[str, Scenario] = {
     "layers of the rank": of_rank(grown_with_rank),
     "layers of the rank, built": of_rank(grown_with_rank, given=True),
     "settings of the rank, in the transform": settings_in_transform,
+    "other parameters on each rank": as_of_torch_2_11,
     "settings of the rank": lambda env, folder: built(env, folder, reshard_after_forward=env.rank == 0),
 }
 OF_MESH: dict[str, Scenario] = {
