@@ -80,9 +80,10 @@ def test_hidden_states_and_gradients_of_each_microbatch(
 
 def test_copies_of_a_pipeline_sum_their_gradients(tmp_path: Path) -> None:
     found = _dry_run(tmp_path, 8, schedule="1f1b", replicas=4)
-    # The other one is of a single number: the square of the norm, over the two stages.
+    # The other one is of a single number: the square of the norm, over the two stages. With each gradient
+    # comes a number, by which copies know whether any of them has used the parameter: a stage has four.
     summed = {each.ranks: each.bytes for each in found.collectives if each.kind == "all-reduce"}
-    assert summed == {4: found.gradients, 2: 8}
+    assert summed == {4: found.gradients + 4 * 4, 2: 8}
     assert found.rows == 4 * ROWS
 
 
