@@ -50,11 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         steps = options.gap * (options.kills + 1)
+        _say(f"{steps} steps that nothing disturbs, without checkpoints in memory")
         plain = undisturbed_run(work / "plain", steps, memory=False)
+        _say(f"{steps} steps that nothing disturbs, with them, after {plain.step_s * steps:.0f} s")
         saving = undisturbed_run(work / "saving", steps, memory=True)
         saving.check_same_as(plain)
         results = {}
         for name in names:
+            _say(f"{WAYS[name]}: {steps} steps and {options.kills} kills")
             draw = random.Random(options.seed)
             results[name] = recovered_run(
                 work / name,
@@ -87,6 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     if options.plot is not None:
         _plot(options.plot, results)
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
