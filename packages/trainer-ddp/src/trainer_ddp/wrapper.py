@@ -104,7 +104,7 @@ class GradientWatch:
             False,
             "needs a gradient for every parameter, but the loss of this step's last microbatch does not "
             f"depend on {shown}, and the other ranks wait for the gradients",
-            "set it to True, or freeze these parameters with requires_grad_(False)",
+            "set it to True, or freeze these parameters with requires_grad_(False) before training begins",
         )
 
     def _has_arrived(self, parameter: nn.Parameter) -> bool:
