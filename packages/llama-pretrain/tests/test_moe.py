@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from llama_pretrain import Llama, LlamaConfig, load_pretrained, preset, preset_names, save_pretrained
 from llama_pretrain.model import moe
@@ -118,6 +120,32 @@ def test_every_token_goes_to_one_expert_and_none_is_dropped(
     layer.zero_grad()
     layer(x[:0], torch.empty(0, 1, dtype=torch.int64), torch.empty(0, 1)).sum().backward()
     assert [bool(weight.grad.any()) for weight in layer.parameters()] == [False, False]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("keeps_products", [False, True])
+def test_a_block_that_is_recomputed_may_be_the_first_to_ask_for_grouped_products(
+    keeps_products: bool, compiled: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = MoE(16, Experts(count=4, used=2, width=8))
+    x = torch.randn(12, 16, requires_grad=True)
+    layer(x).sum().backward()
+    expected = [each.grad.clone() for each in (x, *layer.parameters())]
+    for each in (x, *layer.parameters()):
+        each.grad = None
+
+    def recomputed(x: Tensor) -> Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default]
+        contexts = partial(create_selective_checkpoint_contexts, products)
+        options = {"context_fn": contexts} if keeps_products else {}
+        return checkpoint(layer, x, use_reentrant=False, **options)
+
+    torch._dynamo.reset()
+    moe.has_grouped_products.cache_clear()
+    (torch.compile(recomputed, backend="aot_eager") if compiled else recomputed)(x).sum().backward()
+    for each, gradient in zip((x, *layer.parameters()), expected, strict=True):
+        assert torch.allclose(each.grad, gradient, atol=1e-6)
 
 
 def test_widths_that_grouped_products_do_not_take_are_computed_one_by_one() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from model_parallel import (
     CausalAttention,
@@ -103,6 +104,21 @@ def test_gradients_that_are_no_numbers_are_seen(wrong: int, monkeypatch: pytest.
 
     monkeypatch.setattr(attention, "_by_flex", spoilt)
     assert not attention._far_from_masks(torch.device("cpu"), torch.float32, 16, 2) < attention._TOLERANCE
+
+
+@pytest.mark.usefixtures("with_gradients")
+def test_flex_attention_may_be_tried_in_a_block_that_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda name: name)
+    attention._problem.cache_clear()
+    x = torch.randn(3, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        assert attention._problem(torch.device("cpu"), torch.float32, 16, 2) is None
+        return x.exp().sin()
+
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    attention._problem.cache_clear()
+    assert torch.allclose(x.grad, x.exp() * x.exp().cos())
 
 
 def test_more_kinds_of_calls_than_torch_compiles_a_function_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeAlias
 
@@ -212,6 +213,7 @@ def _grouped_fits(gate_up: Tensor, down: Tensor, dtype: torch.dtype) -> bool:
     return all(side * dtype.itemsize % 16 == 0 for side in (gate_up.shape[-1], down.shape[-1]))
 
 
+@torch.compiler.assume_constant_result
 @cache
 def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
     """Whether `torch.nn.functional.grouped_mm` computes products of this dtype, found out by one of them.
@@ -223,19 +225,25 @@ def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
     found = hasattr(F, "grouped_mm")
     why = "torch has no grouped one"
     if found:
-        try:
-            # Whatever mode this is asked in: generation is without gradients.
-            with torch.inference_mode(False), torch.enable_grad():
-                x = torch.ones(4, 16, device=device, dtype=dtype, requires_grad=True)
-                weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
-                ends = torch.tensor([1, 4], device=device, dtype=torch.int32)
-                out = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-                torch.autograd.grad(out, (x, weight), torch.ones_like(out))
-            found = bool((out == 16).all())
-            why = "the grouped one computed wrong values"
-        except RuntimeError as error:  # how torch says that it has no kernel for this device or dtype
-            found, why = False, f"the grouped one failed: {str(error).partition(chr(10))[0]}"
+        here = torch.empty(0, device=device).device  # a thread begins with the first accelerator
+        # A thread of its own has none of the modes of this one: a checkpoint of activations would keep what
+        # is computed here, and miss it when it computes the block again.
+        with ThreadPoolExecutor(1) as thread:
+            try:
+                found = thread.submit(_grouped_is_right, here, dtype).result()
+                why = "the grouped one computed wrong values"
+            except RuntimeError as error:  # how torch says that it has no kernel for this device or dtype
+                found, why = False, f"the grouped one failed: {str(error).partition(chr(10))[0]}"
     name = str(dtype).removeprefix("torch.")
     how = "one grouped product" if found else f"one product after the other, as {why}"
     logger.info("experts on %s in %s are computed by %s", device, name, how)
     return found
+
+
+def _grouped_is_right(device: torch.device, dtype: torch.dtype) -> bool:
+    x = torch.ones(4, 16, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([1, 4], device=device, dtype=torch.int32)
+    out = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+    return bool((out == 16).all())
