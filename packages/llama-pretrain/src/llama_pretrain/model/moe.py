@@ -213,7 +213,7 @@ def _grouped_fits(gate_up: Tensor, down: Tensor, dtype: torch.dtype) -> bool:
     return all(side * dtype.itemsize % 16 == 0 for side in (gate_up.shape[-1], down.shape[-1]))
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
     """Whether `torch.nn.functional.grouped_mm` computes products of this dtype, found out by one of them.
