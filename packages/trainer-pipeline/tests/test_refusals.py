@@ -28,6 +28,12 @@ REFUSED = {
     ),
     "no blocks": ("transformer_layers_path=None", "the blocks of the model, which pipeline needs", "Flat"),
     "path": ("transformer_layers_path='layer'", "is not the name of a module in the model", "layers"),
+    "loss of a stage": (
+        "rank 1 of 2 cannot make its loss",
+        "fused_loss='Tiny' does not say which layer makes the logits",
+        "Give it a method get_output_embeddings()",
+    ),
+    "loss": ("fused_loss='torch' does not support label_smoothing", "Set fused_loss='chunked'"),
     "settings of the rank": ("pipeline.n_microbatches", "rank 0 has 4, rank 1 has 8"),
     "schedule of the rank": ("pipeline.schedule", "rank 0 has 'gpipe', rank 1 has '1f1b'"),
     "layers of the rank": ("parameter layers.4.", "rank 0 has nothing of that name", "rank 1 has 'float32"),
@@ -77,7 +83,7 @@ IN_STEPS = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_rank_refuses(world: Callable[..., Any], name: str) -> None:
     for error in world("two", "2").errors(name):
-        assert error.startswith("ConfigurationError: "), error
+        assert error.startswith("DataError: " if name == "loss of a stage" else "ConfigurationError: "), error
         assert [words for words in REFUSED[name] if words not in error] == [], error
 
 

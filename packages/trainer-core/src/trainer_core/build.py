@@ -170,7 +170,8 @@ def build_model_and_loss(
     built = build_model(
         parts.model, args, ranks, transforms, skip_init=skip_init, recompute_fn=parts.recompute_fn
     )
-    loss = make_loss(built, parts.loss, parts.fused_loss)
+    with ranks.failing_together("make its loss"):  # which a stage without the end of the model has not
+        loss = make_loss(built, parts.loss, parts.fused_loss)
     compile_built(built)
     return built, loss
 

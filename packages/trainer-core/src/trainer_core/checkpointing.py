@@ -329,18 +329,14 @@ def save_adapters(run: Run, directory: str, preprocessor: Preprocessor | None, *
             gathered = _gathered(value, run.ranks.device)
             if writes:
                 whole[name] = gathered.cpu()
-    failure: Exception | None = None
-    if writes:
-        try:
+    with run.ranks.failing_together(f"save the adapters to {directory}"):
+        if writes:
             if not overwrite:
                 _refuse_overwriting(Path(directory), adapted.peft_config)
             _refuse_left_out(model, adapted.peft_config, whole)
             adapted.save_pretrained(directory, state_dict=whole)
             if preprocessor is not None:
                 preprocessor.save_pretrained(directory)
-        except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
-            failure = error
-    run.ranks.fail_together(failure, f"save the adapters to {directory}")
 
 
 def _gathered(value: Tensor, device: torch.device) -> Tensor:

@@ -177,14 +177,10 @@ def has_checkpoint_to_resume(begins: Beginning, ranks: Ranks) -> bool:
     args, wanted = begins.args, begins.args.resume_from_checkpoint
     if isinstance(wanted, str):
         return True
-    found, failure = False, None
-    try:
+    with ranks.failing_together("look for a checkpoint to resume from"):
         found = wanted and (
             has_memory_checkpoint(args) or (not begins.only_memory and newest_checkpoint(args) is not None)
         )
-    except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
-        failure = error
-    ranks.fail_together(failure, "look for a checkpoint to resume from")
     # One answer for all: the file system may show one rank what another does not see yet.
     return ranks.any([found])[0]
 

@@ -47,7 +47,7 @@ from .distributed.build import layout_of, listed, transforms_for
 from .distributed.ranks import BatchPlacement, Ranks, check_device_settings, check_several, loading_paused
 from .distributed.transforms import ModelTransform
 from .dry_run import DryRun, dry_run
-from .errors import ConfigurationError, DataError
+from .errors import DataError
 from .hints import InputHints
 from .inputs import (
     OptimizerClass,
@@ -521,12 +521,8 @@ class Trainer(InputHints):
             return
         for callback in self._events.callbacks:
             refuse_second_tracker(callback, names)
-        trackers, missing = [], None
-        try:
+        with self.ranks.failing_together(f"report to {', '.join(names)}"):
             trackers = trackers_by_name(names)
-        except ConfigurationError as error:
-            missing = error
-        self.ranks.fail_together(missing, f"report to {', '.join(names)}")
         for tracker in trackers:
             self._events.add(tracker)
 

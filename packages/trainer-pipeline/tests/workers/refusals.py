@@ -179,6 +179,8 @@ OF_TWO: dict[str, Scenario] = {
     "called alone": called_alone,
     "no blocks": partial(built, model_init=Flat),
     "path": partial(built, transformer_layers_path="layer"),
+    "loss of a stage": partial(prepared, fused_loss="chunked"),
+    "loss": partial(prepared, fused_loss="torch", label_smoothing=0.1),
     "settings of the rank": differing("n_microbatches", (4, 8)),
     "schedule of the rank": differing("schedule", ("gpipe", "1f1b")),
     "layers of the rank": of_rank(lambda rank: Tiny(4 + 4 * rank)),

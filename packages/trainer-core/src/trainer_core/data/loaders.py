@@ -451,14 +451,8 @@ def _on_all_ranks(
 
     A rank that raised alone, as for a shard without an example, would leave the others waiting for it.
     """
-    built: list[Iterable[Batch]] = []
-    failed = None
-    try:
-        built.append(build())
-    except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
-        failed = error
-    ranks.fail_together(failed, f"load its {setting} ({placement.settings()})")
-    return built[0]
+    with ranks.failing_together(f"load its {setting} ({placement.settings()})"):
+        return build()
 
 
 def _dataset(data: TrainData) -> Dataset[object] | IndexedDataset:

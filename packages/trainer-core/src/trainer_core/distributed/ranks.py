@@ -171,6 +171,20 @@ class Ranks:
         if failed:
             raise DataError(" ".join(failed)) from error
 
+    @contextmanager
+    def failing_together(self, what: str) -> Iterator[None]:
+        """A context of which every rank leaves with an error if one of them does; collective at its end.
+
+        Args:
+            what: As in `fail_together`. It must not be collective itself.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # raised as soon as the other ranks know of it
+            failure = error
+        self.fail_together(failure, what)
+
     def lost_rank_errors(self, doing: str) -> AbstractContextManager[None]:
         """A context in which the loss of another rank becomes an error that names it.
 

@@ -9,7 +9,7 @@ from torch import nn
 from dist_env import ParallelLayout
 
 from ..errors import ConfigurationError
-from .fused import FusedLinearCrossEntropy
+from .fused import FusedLinearCrossEntropy, check_terms
 from .head import FusedLossFactory, bare, hidden_states_loss, output_head
 from .token_loss import CausalLMLoss, TokenLoss, takes_targets
 
@@ -51,6 +51,8 @@ def check_loss(args: LossSettings, given: object, fused_factory: object = None) 
             "give only one of them",
         )
     if given is None and fused_factory is None:
+        if args.fused_loss != "no":
+            check_terms(args.fused_loss, label_smoothing=args.label_smoothing, z_loss=args.z_loss)
         return
     if given is None:
         _refuse_settings(args, "fused_loss_factory")

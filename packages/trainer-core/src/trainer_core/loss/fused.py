@@ -88,6 +88,21 @@ def check_backend(
         )
     if name in _PACKAGES:
         _check_kernels(name, device)
+    check_terms(name, label_smoothing=label_smoothing, z_loss=z_loss, bias=bias)
+
+
+def check_terms(name: str, *, label_smoothing: float, z_loss: float, bias: bool = False) -> None:
+    """Refuse a backend that cannot compute this loss, wherever it runs.
+
+    Args:
+        name: As in `check_backend`, likewise the others.
+        label_smoothing: Of the loss.
+        z_loss: Of the loss.
+        bias: Whether the head has a bias.
+
+    Raises:
+        ConfigurationError: Naming what it does not support.
+    """
     unknown = [
         what
         for what, asked, known in (
