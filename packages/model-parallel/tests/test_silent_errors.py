@@ -26,6 +26,12 @@ def both(launch: Callable[..., list[Any]]) -> list[dict[str, Any]]:
         "a number of key-value heads",
         "a number of key-value heads below the ranks",
         "queries, keys and values stacked",
+        "stacked, with the output in a module",
+        "dropout behind an output in a module",
+        "an adapter in one of three layers",
+        "adapters in two of three layers",
+        "a norm behind rowwise layers",
+        "a norm behind rowwise layers, sequence",
         "layers twice",
         "a norm of whole inputs, replicate",
         "a norm of heads, summed",
@@ -45,6 +51,7 @@ REFUSED = {
     "the first layer left out": "before the first layer",
     "a norm of whole inputs, summed": "model.layers.0.mlp.norm .* Use 'replicate'",
     "a norm of heads, replicate": "model.layers.0.self_attn.q_norm .* Use 'replicated_with_grad_allreduce'",
+    "a norm behind rowwise layers, replicate": "model.layers.0.mlp.norm works on .* Use 'sequence'",
     "frozen on one": "have another model, plan or setting",
 }
 

@@ -144,6 +144,10 @@ class Scope:
     summed: dict[object, str] = field(default_factory=dict)
     """Those of parameters whose gradient is summed over the ranks, by module."""
     entries: list[object] = field(default_factory=list)
+    exits: list[object] = field(default_factory=list)
+    """What rowwise layers have divided by the sequence."""
+    around: Scope | None = None
+    """That of a module around this one: what enters here enters there, too."""
     seen: set[object] = field(default_factory=set)
 
     def begin(self, *given: object) -> None:
@@ -158,8 +162,11 @@ class Scope:
         self.check_whole(self.inside)
         if self.entered is None or x is not self.source:
             self.source, self.entered = x, with_summed_gradient(x, mesh)
-        if self.checking:
-            self.entries.append(self.entered.grad_fn)
+        scope: Scope | None = self
+        while scope is not None:
+            if scope.checking:
+                scope.entries.append(self.entered.grad_fn)
+            scope = scope.around
         return self.entered
 
     def note(self, name: str, module: nn.Module, summed: bool) -> None:
@@ -209,22 +216,48 @@ class Scope:
             left += [each for each, _ in node.next_functions if each is not None]
         self.checked = True
 
-    def end(self) -> None:
+    def exit(self, y: Tensor) -> None:
+        """Note what a rowwise layer has computed, if that is divided by the sequence."""
+        if self.checking:
+            self.exits.append(y.grad_fn)
+
+    def end(self, result: object) -> None:
         """Check what no rowwise layer was given, after all of them.
 
         Raises:
-            RuntimeError: A gradient would be summed that is whole on each rank.
+            RuntimeError: A gradient would be summed that is whole on each rank, or is a part of a sum.
         """
         if not self.checking or not self.checked:
             return
+        behind = self._behind(result)
+        for node, name in self.whole.items():
+            if name and node in behind:
+                self.checked = False
+                raise RuntimeError(
+                    f"The module {name} works on what the rowwise layers of {self.name} have divided by the "
+                    "sequence, so that its gradient is a part of a sum. Use 'sequence' for it in the plan."
+                )
         for node, name in self.summed.items():
-            if node not in self.seen:
+            if node not in self.seen and node not in behind:
                 self.checked = False
                 raise RuntimeError(
                     f"The module {name} does not work on what the colwise layers of {self.name} compute on "
                     "each rank, so that its gradient is whole, and would be summed. Use 'replicate' for it "
                     "in the plan."
                 )
+
+    def _behind(self, result: object) -> set[object]:
+        """Nodes of the graph between the exits and what the module returns."""
+        known = {None, *self.entries, *self.exits, *(node for node, name in self.whole.items() if not name)}
+        behind: set[object] = set()
+        left = [each.grad_fn for each in _tensors(result)] if self.exits else []
+        while left:
+            node = left.pop()
+            if node is None or node in known or node in behind:
+                continue
+            behind.add(node)
+            left += [each for each, _ in node.next_functions]
+        return behind
 
     def _wrong(self, module: str) -> str:
         if module:
@@ -245,7 +278,8 @@ class Scope:
         self.inside = False
         self.source = self.entered = None
         self.checking = False
-        self.whole, self.summed, self.entries, self.seen = {}, {}, [], set()
+        self.whole, self.summed, self.seen = {}, {}, set()
+        self.entries, self.exits = [], []
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

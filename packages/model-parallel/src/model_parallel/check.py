@@ -17,6 +17,7 @@ from .structure import (
     is_shared_head,
     local_size,
     own_parameters,
+    rows_around,
     structure_of,
 )
 
@@ -160,12 +161,6 @@ def _layer_problems(model: nn.Module, structure: Structure) -> list[str]:
             problems.append(
                 f"{told} is given to a module without parameters of its own. Name the layers in it."
             )
-        if style == "sequence" and (region := structure.region_of(name)):
-            problems.append(
-                f"{told} stands in {collapsed(region)}, which works on the whole sequence. Use "
-                "'replicated_with_grad_allreduce' if it works on each rank's own heads, or 'replicate' if "
-                "not."
-            )
         region = structure.region_of(name) or (name if name in structure.regions else None)
         if not style and own and (region is not None or at_root):
             problems.append(
@@ -198,10 +193,12 @@ def _tie_problems(model: nn.Module, structure: Structure) -> list[str]:
 
 def _size_problems(model: nn.Module, structure: Structure, tensor: int) -> list[str]:
     problems = []
+    for name, parts in structure.parts.items():
+        if parts == 2 and name not in structure.heads:
+            continue
+        problems += _stacked_problems(model, structure, name, tensor)
     for name, heads in structure.heads.items():
         region = name.rpartition(".")[0]
-        if structure.styles[name] == "packed_colwise":
-            problems += _stacked_problems(model, structure, name, tensor)
         if structure.styles[name] not in ("rowwise", "colwise"):
             continue
         all_heads = next(
@@ -236,11 +233,11 @@ def _size_problems(model: nn.Module, structure: Structure, tensor: int) -> list[
             width, what = module.in_features, "inputs"
         if style == "packed_colwise" and name in structure.heads:
             continue
-        if style == "packed_colwise" and width % 2:
+        if style == "packed_colwise" and structure.parts.get(name, 2) == 2 and width % 2:
             problems.append(
                 f"plan[{collapsed(name)!r}]={style!r} needs an even number of outputs, but there are {width}."
             )
-        width = width // 2 if style == "packed_colwise" else width
+        width = width // structure.parts.get(name, 2) if style == "packed_colwise" else width
         # Parts are as large as the first one, and the last one is what is left, as torch.chunk has it.
         if what and -(-width // tensor) * (tensor - 1) >= width:
             largest = [size for size in range(1, width + 1) if -(-width // size) * (size - 1) < width]
@@ -254,12 +251,11 @@ def _size_problems(model: nn.Module, structure: Structure, tensor: int) -> list[
 
 def _stacked_problems(model: nn.Module, structure: Structure, name: str, tensor: int) -> list[str]:
     """Why a layer of an attention that stacks queries, keys and values cannot be divided part by part."""
-    outputs, parts, heads = module_at(model, name).out_features, structure.parts[name], structure.heads[name]
-    told, region = f"plan[{collapsed(name)!r}]='packed_colwise'", name.rpartition(".")[0]
-    rows = next(
-        each
-        for each in structure.styles
-        if structure.styles[each] in ROWWISE and each.rpartition(".")[0] == region
+    outputs, parts = module_at(model, name).out_features, structure.parts[name]
+    heads = structure.heads.get(name, 0)  # not known where an adapter stands between
+    told, rows = (
+        f"plan[{collapsed(name)!r}]='packed_colwise'",
+        rows_around(structure, name.rpartition(".")[0])[0],
     )
     width = module_at(model, rows).in_features
     if outputs % parts or (parts == 3 and outputs != 3 * width):

@@ -19,7 +19,7 @@ from .draws import Draws, share_generators
 from .experts import Dispatched
 from .plan import PlanError, are_divided, as_kind, module_at
 from .same import check_inputs, check_same
-from .structure import Structure, is_shared_head, local_size
+from .structure import COLWISE, ROWWISE, Structure, is_shared_head, local_size
 from .styles import (
     Colwise,
     Layer,
@@ -159,13 +159,17 @@ def _add_styles(
         style = Region(mesh, sequence, within, scope=Scope(draws, region or type(model).__name__))
         scopes[region] = style.scope
         add_style(module_at(model, region), style)
+    for region in structure.regions:
+        scopes[region].around = scopes.get(structure.region_of(region) or "")
     for name in structure.styles:
         module = module_at(model, name)
         if module._parameters:
             # A layer shares the scope of its own module; what is whole is looked at by the nearest one.
-            scope = scopes.get(name.rpartition(".")[0])
-            if structure.styles[name] in ("replicate", "replicated_with_grad_allreduce"):
-                scope = scopes.get(name) or scopes.get(structure.region_of(name) or "")
+            scope, around = scopes.get(name.rpartition(".")[0]), scopes.get(structure.region_of(name) or "")
+            if structure.styles[name] in ROWWISE:
+                scope = scope or around  # an adapter, or a module such as nn.Sequential, may hold the layer
+            elif structure.styles[name] not in COLWISE:
+                scope = scopes.get(name) or around
             add_style(module, _style_of(module, name, structure, mesh, sequence, loss, scope, progress))
     for region in structure.regions:
         _count_own_heads(model, structure, region, mesh.size())
@@ -217,7 +221,7 @@ def _style_of(
         return Whole(mesh, sequence, sum_gradients=True, name=name, scope=scope)
     if in_layer:
         # Between the modules that gather their input, everything works on a part of the sequence.
-        on_parts = sequence and structure.region_of(name) is None
+        on_parts = sequence and (structure.region_of(name) is None or style == "sequence")
         return Whole(mesh, sequence, on_parts, name=name, scope=scope)
     on_parts = sequence and (style == "sequence" or (not style and not isinstance(module, nn.Embedding)))
     return Whole(mesh, sequence, on_parts, progress, name, scope)

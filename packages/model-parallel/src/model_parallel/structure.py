@@ -103,27 +103,45 @@ def _share_styles_of_ties(model: nn.Module, styles: dict[str, str]) -> None:
                 styles[name] = "colwise_gather_output"
 
 
+def rows_around(structure: Structure, region: str) -> list[str]:
+    """The rowwise layers in a module, or else in the nearest module around it that has any."""
+    rows = [name for name, style in structure.styles.items() if style in ROWWISE]
+    found = (
+        [name for name in rows if name.startswith(f"{each}.")]
+        for each in (region, *ancestors(region))
+        if each
+    )
+    return next(filter(None, found), [])
+
+
 def _attention_heads(model: nn.Module, structure: Structure) -> dict[str, int]:
     """For each colwise layer of an attention: by how many heads its outputs can be divided."""
     found: dict[str, int] = {}
     for region in structure.regions:
         children = [name for name in structure.styles if name.rpartition(".")[0] == region]
-        rows = [name for name in children if structure.styles[name] in ROWWISE]
         columns = [name for name in children if structure.styles[name] in COLWISE]
-        linear = all(isinstance(module_at(model, name), nn.Linear) for name in (*rows, *columns))
-        if not rows or not linear:
+        rows = [name for name in children if structure.styles[name] in ROWWISE]
+        packed = [name for name in columns if structure.styles[name] == "packed_colwise"]
+        # An adapter, or a module around the output projection, puts it elsewhere.
+        near = rows or (rows_around(structure, region) if packed else [])
+        if not near or not all(isinstance(module_at(model, name), nn.Linear) for name in (*near, *columns)):
             continue
-        width = module_at(model, rows[0]).in_features
+        width = module_at(model, near[0]).in_features
         size = _head_size(model, region, width)
-        if size is None:
+        around = ".".join(region.split(".")[-1 if rows else -2 :])
+        for name in packed:
+            outputs = module_at(model, name).out_features
+            # All queries, then all keys, then all values; or keys and values beside a layer for queries.
+            stacks_queries = columns == packed and (size is not None or "att" in around.lower())
+            parts = structure.parts[name] = 3 if stacks_queries or outputs == 3 * width else 2
+            if size is not None:
+                found[name] = outputs // parts // size
+        if size is None or not rows:
             continue
         for name in columns:
-            outputs = module_at(model, name).out_features
-            if structure.styles[name] == "packed_colwise":
-                # All queries, then all keys, then all values; or keys and values beside a layer for queries.
-                structure.parts[name] = 3 if len(columns) == 1 else 2
-                found[name] = outputs // structure.parts[name] // size
+            if name in packed:
                 continue
+            outputs = module_at(model, name).out_features
             # One layer for queries, keys and values has them side by side for each head.
             found[name] = width // size if outputs > width and outputs % width == 0 else outputs // size
         found[rows[0]] = width // size

@@ -221,6 +221,8 @@ class Rowwise(Style):
         bias = module._parameters.get("bias")
         if bias is not None:
             y = y + local_value(bias, self.mesh, sum_gradients=self.sequence).to(y.dtype)
+        if self.scope is not None and self.sequence:
+            self.scope.exit(y)
         return y
 
 
@@ -325,7 +327,7 @@ class Region(Style):
                 args = (whole, *args)
             self.scope.begin(args, kwargs)
             result = call(*args, **kwargs)
-            self.scope.end()
+            self.scope.end(result)
             return result
         finally:
             self.scope.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from decoder import Decoder, RMSNorm, batches, plain_loss
 from torch import Tensor, nn
@@ -59,6 +60,21 @@ class Fused(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
+class Unnamed(nn.Module):
+    """The same, with its output projection in a module, and the size of its heads under no usual name."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.each = 8
+        self.qkv_proj, self.out = nn.Linear(32, 96), nn.Sequential(nn.Linear(32, 32), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv_proj(x).chunk(3, -1)
+        q, k, v = (each.unflatten(-1, (-1, self.each)).transpose(1, 2) for each in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
 class Normed(nn.Module):
     """An MLP that norms its own input, which is whole on each rank."""
 
@@ -69,6 +85,44 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.up_proj(self.norm(x))))
+
+
+class NormedBehind(nn.Module):
+    """An MLP that norms what its rowwise layer returns, which `sequence=True` divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj, self.norm = nn.Linear(32, 48), nn.Linear(48, 32), RMSNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down_proj(F.silu(self.up_proj(x))))
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of low rank."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base, self.b = (
+            nn.Linear(inputs, outputs).requires_grad_(False),
+            nn.Linear(4, outputs, bias=False),
+        )
+        self.a = nn.Linear(inputs, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class WithAdapters(nn.Module):
+    """An MLP of which one or two layers have adapters."""
+
+    def __init__(self, down: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 48), Adapted(32, 48)
+        self.down_proj = Adapted(48, 32) if down else nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Repeated(Decoder):
@@ -208,9 +262,35 @@ def cases(mesh: DeviceMesh, fsdp: DeviceMesh, rank: int) -> dict[str, Callable[[
         made = (exchanged("self_attn", lambda: FixedHeads(kv_heads)) for _ in range(2))
         return difference(shard_tensors(next(made), mesh, PLAN), next(made))
 
+    in_module = without(ATTENTION, qkv_proj="packed_colwise", **{"out.0": "rowwise"})
+
     def fused_attention() -> float:
         plan = without(ATTENTION, qkv_proj="packed_colwise", o_proj="rowwise")
         made = (exchanged("self_attn", Fused) for _ in range(2))
+        return difference(shard_tensors(next(made), mesh, plan), next(made))
+
+    def unnamed_attention() -> float:
+        made = (exchanged("self_attn", Unnamed) for _ in range(2))
+        return difference(shard_tensors(next(made), mesh, in_module), next(made))
+
+    def dropped() -> float:
+        model = shard_tensors(exchanged("self_attn", lambda: Unnamed(0.5)), mesh, in_module).train()
+        y = model.model(TOKENS)
+        first = y.detach().clone()
+        dist.broadcast(first, group=mesh.get_group(), group_src=0)
+        return float((y - first).abs().max())
+
+    def behind(style: str, sequence: bool = True) -> float:
+        plan = without(MLP, norm=style, up_proj="colwise", down_proj="rowwise")
+        made = (exchanged("mlp", NormedBehind) for _ in range(2))
+        return difference(shard_tensors(next(made), mesh, plan, sequence=sequence), next(made))
+
+    def adapted(down: bool) -> float:
+        layers = {"gate_proj": "colwise", "up_proj.base": "colwise", "up_proj.b": "colwise"}
+        layers |= {"up_proj.a": "replicate"}
+        below = {"down_proj.base": "rowwise", "down_proj.a": "rowwise", "down_proj.b": "replicate"}
+        plan = without(MLP, **layers, **(below if down else {"down_proj": "rowwise"}))
+        made = (exchanged("mlp", lambda: WithAdapters(down)) for _ in range(2))
         return difference(shard_tensors(next(made), mesh, plan), next(made))
 
     def normed(style: str) -> float:
@@ -238,6 +318,13 @@ def cases(mesh: DeviceMesh, fsdp: DeviceMesh, rank: int) -> dict[str, Callable[[
         "a number of key-value heads": lambda: fixed(2),
         "a number of key-value heads below the ranks": lambda: fixed(1),
         "queries, keys and values stacked": fused_attention,
+        "stacked, with the output in a module": unnamed_attention,
+        "dropout behind an output in a module": dropped,
+        "an adapter in one of three layers": lambda: adapted(False),
+        "adapters in two of three layers": lambda: adapted(True),
+        "a norm behind rowwise layers": lambda: behind("sequence", sequence=False),
+        "a norm behind rowwise layers, sequence": lambda: behind("sequence"),
+        "a norm behind rowwise layers, replicate": lambda: behind("replicate"),
         "stacked, called colwise": lambda: warned(
             mesh,
             exchanged("self_attn", Fused),
