@@ -23,6 +23,7 @@ from dataloader_dispatch.batches import Uneven
 from dataloader_dispatch.document_stream import DocumentStream
 from dataloader_dispatch.errors import DataError
 from dataloader_dispatch.synchronized.loader import SynchronizedDataLoader
+from dataloader_dispatch.torchdata_loaders import begin_pass, load_loader_state, loader_state
 from dist_env import StaticDistributedEnvironment, gather_objects
 
 
@@ -93,10 +94,10 @@ class FabricLoader(DataLoader[Any]):
         """The batches that remain of the epoch for this rank, on the CPU."""
         source = self._of_this_rank()
         self._places.clear()
-        self._places.append(source.state_dict())
+        self._places.append(loader_state(source))
         self._is_over, self._fetcher = False, _reader_in_lightning()
-        for batch in source:
-            self._places.append(source.state_dict())
+        for batch in begin_pass(source):
+            self._places.append(loader_state(source))
             while len(self._places) > 2 + self._read_ahead:
                 self._places.popleft()
             yield batch
@@ -117,7 +118,7 @@ class FabricLoader(DataLoader[Any]):
         """The positions of all ranks behind the batch in use; collective with several ranks."""
         source = self._of_this_rank()
         at_end = not self._places or (self._is_over and not self._read_ahead)
-        own = source.state_dict() if at_end else self._places[-1 - self._read_ahead]
+        own = loader_state(source) if at_end else self._places[-1 - self._read_ahead]
         env = StaticDistributedEnvironment(rank=_rank(), world_size=_world_size())
         return {"positions": gather_objects(own, env)}
 
@@ -217,7 +218,7 @@ def set_train_loader(trainer: Any, loader: ResumableLoader) -> None:
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             """Write the position to the checkpoint: the trainer reads the batches of one step and no more."""
-            saved = {"world_size": args.world_size, "position": loader.state_dict()}
+            saved = {"world_size": args.world_size, "position": loader_state(loader)}
             path = _position_file(checkpoint(state.global_step), args.process_index)
             path.write_text(json.dumps(saved))
 
@@ -260,7 +261,7 @@ class _Endless:
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            yield from self._loader
+            yield from begin_pass(self._loader)
 
 
 def _check_position(user: str, loader: object) -> None:
@@ -297,7 +298,7 @@ def _restore(
     loader: ResumableLoader, positions: Sequence[Mapping[str, Any]], rank: int, world_size: int
 ) -> None:
     if len(positions) == world_size:
-        loader.load_state_dict(positions[rank])
+        load_loader_state(loader, positions[rank])
         return
     reshard = getattr(loader, "load_resharded", None)
     if reshard is None:

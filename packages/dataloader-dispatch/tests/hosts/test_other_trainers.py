@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from ports import free_port
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from warm_start import WarmStart
 
 from dataloader_dispatch import (
@@ -215,6 +216,34 @@ def test_the_position_is_behind_the_last_batch(cls: Any, make: Any) -> None:
     again = cls(make())
     again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert ids(again) == whole[length:], "the end of an epoch is the beginning of the next"
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+def torchdata_loader(shuffle: bool) -> FabricLoader:
+    if not shuffle:
+        return FabricLoader(StatefulDataLoader(Numbers(), batch_size=2))
+    generator = torch.Generator().manual_seed(3)
+    return FabricLoader(StatefulDataLoader(range(24), batch_size=2, shuffle=True, generator=generator))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_torchdata_resumes_twice_and_keeps_the_order_of_later_epochs(shuffle: bool) -> None:
+    loader = torchdata_loader(shuffle)
+    undisturbed = [[batch.tolist() for batch in loader] for _ in range(3)]
+    state, read = None, []
+    for batches in (4, 3, 5):
+        loader = torchdata_loader(shuffle)
+        if state is not None:
+            loader.load_state_dict(state)
+        iterator = iter(loader)
+        read += [next(iterator).tolist() for _ in range(batches)]
+        state = loader.state_dict()
+    assert list(iterator) == []
+    assert [read, *([batch.tolist() for batch in loader] for _ in range(2))] == undisturbed
 
 
 @pytest.mark.parametrize("cls", [FabricLoader, LightningLoader])
