@@ -52,3 +52,21 @@ def test_weights_that_are_there_are_not_replaced(small_model: Llama, tmp_path: P
     with pytest.raises(ConfigurationError, match="dtype='int8'"):
         save_pretrained(small_model, tmp_path / "other", dtype="int8")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_dtype_that_cannot_hold_a_weight_is_refused(small_model: Llama, tmp_path: Path) -> None:
+    with torch.no_grad():
+        small_model.model.norm.weight[3] = 70000.0
+    with pytest.raises(ConfigurationError, match=r"dtype='float16'.*65504, and model\.norm\.weight"):
+        save_pretrained(small_model, tmp_path / "half", dtype="float16")
+    assert not (tmp_path / "half").exists()
+    save_pretrained(small_model, tmp_path / "brain", dtype="bfloat16")
+    assert load_pretrained(tmp_path / "brain").model.norm.weight[3] == 70144.0
+
+
+def test_one_weight_of_another_dtype_is_cast(small_model: Llama, tmp_path: Path) -> None:
+    small_model.model.norm.to(torch.bfloat16)
+    save_pretrained(small_model, tmp_path, dtype="float32")
+    (file,) = tmp_path.glob("*.safetensors")
+    header = json.loads(file.read_bytes()[8:].partition(b"}}")[0] + b"}}")
+    assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"F32"}

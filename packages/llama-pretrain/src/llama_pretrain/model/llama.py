@@ -555,15 +555,15 @@ def save_pretrained(
         The directory.
 
     Raises:
-        ConfigurationError: If the dtype is unknown.
+        ConfigurationError: If the dtype is unknown, or a weight is too large for it.
         CheckpointError: If there are weights already, or writing fails.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigurationError(
             "dtype", dtype, f"must be one of {', '.join(_DTYPES)}", "choose one of these"
         )
-    if dtype is not None and _DTYPES[dtype] != model.lm_head.weight.dtype:
-        model = copy.deepcopy(model).to(_DTYPES[dtype])
+    if dtype is not None and any(_DTYPES[dtype] != weight.dtype for weight in model.parameters()):
+        model = _cast(model, dtype)
     component = StateComponent(
         key="model", stateful=ModelState(model), sharing_pattern=SharingPattern.GLOBAL, required=True
     )
@@ -574,3 +574,17 @@ def save_pretrained(
         preprocessor=tokenizer,
     )
     return manager.save_model(Path(directory))
+
+
+def _cast(model: Llama, dtype: str) -> Llama:
+    """A copy in another dtype; refuses weights that would be infinite there."""
+    cast = copy.deepcopy(model).to(_DTYPES[dtype])
+    for (name, weight), before in zip(cast.state_dict().items(), model.state_dict().values(), strict=True):
+        if bool((weight.isinf() & ~before.isinf()).any()):
+            raise ConfigurationError(
+                "dtype",
+                dtype,
+                f"has no values above {torch.finfo(weight.dtype).max:g}, and {name} has larger ones",
+                "write the weights as bfloat16 or float32",
+            )
+    return cast
