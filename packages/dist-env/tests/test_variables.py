@@ -7,8 +7,10 @@ import socket
 import time
 
 import pytest
+import torch.distributed as dist
 
 from dist_env import DistributedEnvironment, DistributedEnvironmentError, RankTimeoutError
+from dist_env.rendezvous import _mark
 from dist_env.variables import resolve_variables
 
 GOOD = {
@@ -113,6 +115,20 @@ def test_taken_port_is_refused_when_it_was_asked_for(monkeypatch: pytest.MonkeyP
         with pytest.raises(DistributedEnvironmentError, match=f"MASTER_PORT={port} cannot be used"):
             DistributedEnvironment().open()
         assert time.monotonic() - start < 45
+
+
+def test_a_second_rank_0_is_told_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another port, as for any other program that holds this one, would not help."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    with pytest.raises(DistributedEnvironmentError, match=f"MASTER_PORT={store.port} cannot be used"):
+        DistributedEnvironment().open()
+    store.set("dist_env/mark", _mark(resolve_variables()))
+    message = f"RANK=0 of this program is there already, and holds MASTER_PORT={store.port} on localhost"
+    with pytest.raises(DistributedEnvironmentError, match=message):
+        DistributedEnvironment().open()
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,12 @@ def _listen(variables: Variables, address: Address, may_choose: bool) -> socket.
             f"MASTER_ADDR={variables.master_addr} is not an address of this host ({socket.gethostname()}), "
             "where rank 0 runs. Set the address of the host of rank 0."
         )
+    if variables.world_size > 1 and not may_choose and _is_held_by_rank_0(variables):
+        raise DistributedEnvironmentError(
+            f"RANK=0 of this program is there already, and holds MASTER_PORT={variables.master_port} on "
+            f"{variables.master_addr}. Give each process its own RANK; if that is an earlier job, end it, or "
+            "set MASTER_PORT to a free port on every rank."
+        )
     tried = str(ports[0]) if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
     raise DistributedEnvironmentError(
         f"MASTER_PORT={tried} cannot be used on {variables.master_addr} "
@@ -179,9 +185,20 @@ def _find(variables: Variables, timeout: float) -> Rendezvous:
 
 def _is_ours(store: Store, variables: Variables) -> bool:
     """Whether the store belongs to this job and this rank's place in it is free; takes the place."""
-    if not store.check(["dist_env/mark"]) or store.get("dist_env/mark").decode() != _mark(variables):
+    return _has_mark(store, variables) and store.add(f"dist_env/found/{variables.rank}", 1) == 1
+
+
+def _has_mark(store: Store, variables: Variables) -> bool:
+    return bool(store.check(["dist_env/mark"])) and store.get("dist_env/mark").decode() == _mark(variables)
+
+
+def _is_held_by_rank_0(variables: Variables) -> bool:
+    """Whether a job like this one has its store at the port."""
+    where = variables.master_addr, variables.master_port
+    try:
+        return _has_mark(_connect_store(*where, _NEIGHBOUR_SECONDS, _NEIGHBOUR_SECONDS), variables)
+    except (ConnectionError, dist.DistError):
         return False
-    return store.add(f"dist_env/found/{variables.rank}", 1) == 1
 
 
 def _mark(variables: Variables) -> str:
