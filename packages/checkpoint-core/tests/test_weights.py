@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -159,6 +159,22 @@ def test_mismatches_are_named_and_change_nothing(write: Write, tmp_path: Path) -
     assert "unexpected: b.weight" in message or "unexpected: b.bias" in message
     assert "a.weight ([2, 2] in the file, [2, 3] in the model)" in message
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_rotary_frequencies_of_old_files_may_be_left_over(tmp_path: Path) -> None:
+    """Which the files of Llama 2 hold, and follow from the configuration."""
+    values = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    save_file(
+        {**values, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, tmp_path / "model.safetensors"
+    )
+    model = nn.Linear(2, 2)
+    load_model_weights(model, tmp_path)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    save_file(
+        {**values, "layers.0.self_attn.rotary_emb.scale": torch.ones(4)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match="unexpected: layers"):
+        load_model_weights(model, tmp_path)
 
 
 def test_dtype_difference_casts_with_one_warning(

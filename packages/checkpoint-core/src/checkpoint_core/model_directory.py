@@ -201,6 +201,9 @@ def _order(name: Path) -> tuple[bool, str]:
     return name.name.endswith(".index.json"), str(name)
 
 
+_FREQUENCIES = ".rotary_emb.inv_freq"
+"""End of names of what early versions of transformers kept of rotary positions, as in the files of Llama 2.
+It follows from the configuration, and transformers does not read it either."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -259,7 +262,8 @@ def load_model_weights(
 
     Args:
         model: The model; its parameters keep their dtype and device.
-        directory: A directory with ``model.safetensors`` or an index and its shards.
+        directory: A directory with ``model.safetensors`` or an index and its shards. Rotary frequencies
+            (``rotary_emb.inv_freq``), which old ones have, may be left over.
         verify_checksums: In a checkpoint, first read the weight files whole and compare their checksums.
             Every rank does so for itself; for a large sharded model verify once and pass False. Other
             directories have no checksums.
@@ -281,7 +285,10 @@ def load_model_weights(
         stored = StoredState(paths, WEIGHTS_FORMAT)
         try:
             plan = plan_restore(model_state, stored)
-            check_unclaimed(model_state, [name for name in plan.unclaimed if name not in elsewhere])
+            left = [name for name in plan.unclaimed if name not in elsewhere]
+            if manifest is None:
+                left = [name for name in left if not name.endswith(_FREQUENCIES)]
+            check_unclaimed(model_state, left)
             stored.fill(plan.fills, threads=1)
             plan.finish()
         finally:
