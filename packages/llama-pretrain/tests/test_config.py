@@ -152,11 +152,3 @@ def test_a_directory_keeps_its_own_vocabulary(
     assert model_config(args, ByteTokenizer()).vocab_size == 300
     with pytest.raises(ConfigurationError, match="vocab_size=512 has no effect on the model in"):
         model_config(PretrainArguments(model=str(tmp_path), vocab_size=512), ByteTokenizer())
-
-
-def test_keys_that_a_file_leaves_out_are_as_transformers_takes_them() -> None:
-    read = LlamaConfig.from_dict({"model_type": "llama", "rms_norm_eps": None})
-    assert (read.rms_norm_eps, read.max_position_embeddings) == (1e-6, 2048)
-    small = {"hidden_size": 768, "num_hidden_layers": 2, "partial_rotary_factor": 1.0}
-    read = LlamaConfig.from_dict({"model_type": "glm4_moe", **small})
-    assert (read.num_attention_heads, read.to_dict()["num_experts_per_tok"]) == (96, 8)

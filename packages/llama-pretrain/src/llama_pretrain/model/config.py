@@ -63,8 +63,6 @@ class LlamaConfig:
         "pretraining_tp": 1,
     }
     """Settings that Hugging Face allows and this model does not compute: only these values are accepted."""
-    left_out: ClassVar[Mapping[str, object]] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
-    """What transformers takes for keys that a `config.json` leaves out; the defaults here are others."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -138,8 +136,7 @@ class LlamaConfig:
         remaining = {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
         _refuse_unsupported(remaining, {"model_type": cls.model_type, **cls.fixed})
         names = {field.name: field for field in fields(cls)}
-        key = "max_position_embeddings"
-        positions = remaining.get(key) or cls.left_out[key]
+        positions = remaining.get("max_position_embeddings") or names["max_position_embeddings"].default
         theta, scaling = take_rope_settings(remaining, positions)
         unknown = sorted(set(remaining) - set(names))
         if unknown:
@@ -151,8 +148,7 @@ class LlamaConfig:
             )
         # Hugging Face writes null where a default is meant.
         nullable = {"bos_token_id", "eos_token_id", "pad_token_id"}
-        said = {key: value for key, value in remaining.items() if value is not None or key in nullable}
-        given = {**cls.left_out, **said}
+        given = {key: value for key, value in remaining.items() if value is not None or key in nullable}
         if theta is not None:
             given["rope_theta"] = theta
         return cls(**given, rope_scaling=scaling)  # type: ignore[arg-type]  # the types are checked by the class

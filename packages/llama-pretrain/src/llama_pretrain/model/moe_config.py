@@ -55,7 +55,6 @@ class MixtralConfig(LlamaConfig):
         "sliding_window": None,
         "router_jitter_noise": 0.0,
     }
-    left_out: ClassVar[Mapping[str, object]] = {"max_position_embeddings": 131072}
 
     intermediate_size: int = 14336
     num_key_value_heads: int = 8
@@ -113,18 +112,6 @@ class Glm4MoeConfig(LlamaConfig):
         "n_group": 1,
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
-    }
-    left_out: ClassVar[Mapping[str, object]] = {
-        "vocab_size": 151552,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
     }
 
     moe_intermediate_size: int = 1408
