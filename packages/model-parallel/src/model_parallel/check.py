@@ -253,10 +253,8 @@ def _stacked_problems(model: nn.Module, structure: Structure, name: str, tensor:
     """Why a layer of an attention that stacks queries, keys and values cannot be divided part by part."""
     outputs, parts = module_at(model, name).out_features, structure.parts[name]
     heads = structure.heads.get(name, 0)  # not known where an adapter stands between
-    told, rows = (
-        f"plan[{collapsed(name)!r}]='packed_colwise'",
-        rows_around(structure, name.rpartition(".")[0])[0],
-    )
+    told = f"plan[{collapsed(name)!r}]='packed_colwise'"
+    rows = rows_around(structure, name.rpartition(".")[0])[0]
     width = module_at(model, rows).in_features
     if outputs % parts or (parts == 3 and outputs != 3 * width):
         return [
