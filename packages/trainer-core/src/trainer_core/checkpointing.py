@@ -26,7 +26,7 @@ from checkpoint_core import (
     find_latest_checkpoint,
     find_lease_holder,
 )
-from dist_env import gather_objects, get_logger, split_address
+from dist_env import broadcast_object, gather_objects, get_logger, split_address
 from perf_metrics import GOODPUT_FOLDER, GoodputLogger, JsonLogger
 
 from .arguments import TrainingArguments
@@ -322,18 +322,19 @@ def save_adapters(run: Run, directory: str, preprocessor: Preprocessor | None, *
             "name one, as in save_model('model')",
         )
     writes = env.rank == 0 or (args.save_on_each_node and env.local_rank == 0)
-    whole: dict[str, Tensor] = {}
-    for name, value in ModelState(model).tensors().items():
-        # By name too: a model that was loaded to be used has adapters that are not trained.
-        if value.requires_grad or set(name.split(".")) & set(adapted.peft_config):
-            gathered = _gathered(value, run.ranks.device)
-            if writes:
-                whole[name] = gathered.cpu()
+    tensors, kept = ModelState(model).tensors(), []
     with run.ranks.failing_together(f"save the adapters to {directory}"):
         if writes:
-            if not overwrite:
-                _refuse_overwriting(Path(directory), adapted.peft_config)
-            _refuse_left_out(model, adapted.peft_config, whole)
+            _refuse_overwriting(Path(directory), () if overwrite else adapted.peft_config)
+            kept = _names_to_save(model, adapted.peft_config, tensors)
+    kept = broadcast_object(kept, env)  # peft looks for the base on the disk, or in the network
+    whole: dict[str, Tensor] = {}
+    for name in kept:
+        gathered = _gathered(tensors[name], run.ranks.device)
+        if writes:
+            whole[name] = gathered.cpu()
+    with run.ranks.failing_together(f"save the adapters to {directory}"):
+        if writes:
             adapted.save_pretrained(directory, state_dict=whole)
             if preprocessor is not None:
                 preprocessor.save_pretrained(directory)
@@ -381,20 +382,23 @@ def _refuse_overwriting(directory: Path, adapters: Iterable[str]) -> None:
         )
 
 
-def _refuse_left_out(model: nn.Module, adapters: Iterable[str], whole: Mapping[str, Tensor]) -> None:
-    """Refuse to export adapters without other weights that were trained beside them."""
-    select = import_module("peft").get_peft_model_state_dict
-    parts = [select(model, state_dict=dict(whole), adapter_name=name) for name in adapters]
+def _names_to_save(model: nn.Module, adapters: Iterable[str], tensors: Mapping[str, Tensor]) -> list[str]:
+    """What peft saves: adapters, trained or not, and what it keeps beside them, such as new embeddings."""
+    select, adapters = import_module("peft").get_peft_model_state_dict, set(adapters)
+    # One number of memory for each, whose address tells what peft has chosen.
+    like = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in tensors.items()}
+    parts = [select(model, state_dict=like, adapter_name=name) for name in adapters]
     kept = {tensor.data_ptr() for part in parts for tensor in part.values()}
-    trained = {name for name, value in ModelState(model).tensors().items() if value.requires_grad}
-    left = [name for name in whole if name in trained and whole[name].data_ptr() not in kept]
-    if left:
+    # By name too: peft prunes some adapters, and computes others, such as prefixes.
+    saved = [name for name in like if like[name].data_ptr() in kept or adapters & {*name.split(".")}]
+    if trained := min((name for name in {*like} - {*saved} if tensors[name].requires_grad), default=None):
         raise ConfigurationError(
             "model",
-            left[0],
+            trained,
             "is trained, and peft does not save it with the adapters",
             "name its module in modules_to_save of the adapters' config, or freeze it; a checkpoint has it",
         )
+    return saved
 
 
 PREVIOUS = "previous-"

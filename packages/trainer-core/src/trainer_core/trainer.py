@@ -306,7 +306,7 @@ class Trainer(InputHints):
     def save_model(self, output_dir: str | None = None, *, averaged: bool = True) -> None:
         """Write weights, config and processing class as a Hugging Face directory; all ranks call it together.
 
-        Of a model with adapters of `peft` it writes these alone, as `PeftModel.from_pretrained` reads them.
+        Of a model with adapters of `peft` it writes what their `save_pretrained` does.
 
         Args:
             output_dir: The directory; that of the run otherwise.

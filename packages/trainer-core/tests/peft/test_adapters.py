@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -128,6 +128,39 @@ def test_what_is_trained_beside_the_adapters_is_not_left_out_in_silence(
     make(with_copied_head).save_model(str(tmp_path / "all"))
     names = load_file(tmp_path / "all" / "adapter_model.safetensors")
     assert any("lm_head" in name for name in names)
+
+
+def test_embeddings_that_the_base_directory_lacks_are_exported(make: MakeTrainer, tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path / "base")
+
+    def resized(new_rows: float) -> LlamaForCausalLM:
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        model.resize_token_embeddings(66)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            torch.nn.init.constant_(layer.weight.data[64:], new_rows)
+        return model  # type: ignore[no-any-return]
+
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = make(lambda: get_peft_model(resized(0.5), config))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapters"))
+    loaded = PeftModel.from_pretrained(resized(0.0), tmp_path / "adapters")
+    assert torch.equal(logits_of(loaded), logits_of(trainer.model))
+
+
+def test_adapters_that_peft_computes_or_prunes_are_exported(make: MakeTrainer, tmp_path: Path) -> None:
+    prefix = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    make(lambda: get_peft_model(base(), prefix)).save_model(str(tmp_path / "prefix"))
+    assert len(load_file(tmp_path / "prefix" / "adapter_model.safetensors")) == 1
+
+    targets = r".*\.0\.self_attn\.q_proj"
+    pruned = AdaLoraConfig(init_r=4, total_step=4, target_modules=targets, task_type="CAUSAL_LM")
+    trainer = make(lambda: get_peft_model(base(), pruned))
+    trainer.evaluate(ROWS)
+    pruned.rank_pattern = {"model.layers.0.self_attn.q_proj.lora_E": [True, False, False, True]}
+    trainer.save_model(str(tmp_path / "pruned"))
+    saved = load_file(tmp_path / "pruned" / "adapter_model.safetensors")
+    assert [value.shape[0] for name, value in saved.items() if "lora_A" in name] == [2]
 
 
 def test_a_checkpoint_continues_with_its_own_base(make: MakeTrainer) -> None:
