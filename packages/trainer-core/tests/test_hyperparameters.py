@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from trainer_core import ConfigurationError, Trainer
 
@@ -265,3 +267,24 @@ def test_a_changed_schedule_holds_from_the_first_step(
     assert again.state.session_start_step == 4
     rates = {entry["step"]: entry["learning_rate"] for entry in again.state.log_history if "loss" in entry}
     assert rates[5] == pytest.approx(1e-2 * rate, rel=1e-5)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["built in", "of torch"])
+def test_a_fresh_optimizer_has_the_rate_of_the_step(make_trainer: MakeTrainer, own: bool) -> None:
+    def decreasing(optimizer: Optimizer) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    settings = SAVED | {"learning_rate": 1e-2, "logging_steps": 1, "max_steps": 4}
+    settings |= {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 4}}
+    if own:
+        settings |= {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}}
+        settings["with_trainer"] = {"lr_scheduler_factory": decreasing}
+    first = make_trainer(**settings, callbacks=[])
+    first.train()
+    # As the error for other parameters advises.
+    for file in Path(first.args.output_dir, "checkpoint-4").glob("optimizer.*"):
+        file.unlink()
+    again = make_trainer(**settings | {"max_steps": 6}, callbacks=[])
+    again.train()
+    rates = {entry["step"]: entry["learning_rate"] for entry in again.state.log_history if "loss" in entry}
+    assert rates[5] == pytest.approx(1e-2 * (1 / 5 if own else 2**-0.5), rel=1e-5)

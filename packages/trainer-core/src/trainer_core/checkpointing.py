@@ -157,7 +157,7 @@ def load(run: Run, path: str | None, *, only_memory: bool = False) -> Path | Non
             logger.warning("%s has no average of weights: it begins with those of this step", loaded.path)
     if loaded is None:
         return None
-    run.progress.settle(run.schedule)
+    run.progress.settle(run.schedule, fresh_optimizer="optimizer" in loaded.missing)
     run.loaded, run.went_back, run.holds_best = loaded.path, path is not None, False
     run.in_memory = run.manager.is_in_memory(loaded.path)
     run.saved_step = -1 if run.in_memory else run.state.global_step

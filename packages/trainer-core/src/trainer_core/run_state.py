@@ -165,15 +165,18 @@ class RunProgress:
         if isinstance(log_window, Mapping):
             self._log_window.load_state_dict(log_window)
 
-    def settle(self, schedule: ScheduleState | None) -> None:
+    def settle(self, schedule: ScheduleState | None, *, fresh_optimizer: bool) -> None:
         """Let what the user has changed about optimizer and schedule win over what was restored, and say so.
 
         Args:
             schedule: The schedule of this run, after loading.
+            fresh_optimizer: Whether the checkpoint had no state for the optimizer.
         """
         if self._options is None or self._options_before is None:
             return
         self._options.complete()
+        if fresh_optimizer and schedule is not None and schedule.loaded:
+            self._options.rates_of(schedule.scheduler)
         if changes := self._options.changes(self._options_before):
             logger.warning("changed since the checkpoint, and in force from here on: %s", "; ".join(changes))
             self._options.reassert(self._options_before, None if schedule is None else schedule.scheduler)
@@ -450,6 +453,14 @@ class Hyperparameters:
         """Put the learning rates back to those that the optimizer was built with."""
         for group, built in zip(self._optimizer.param_groups, self._built, strict=True):
             group["lr"] = built["initial_lr"]
+
+    def rates_of(self, scheduler: LRScheduler) -> None:
+        """Put the learning rates to those of a schedule that was loaded, for a fresh optimizer."""
+        if isinstance(scheduler, FactorSchedule):
+            scheduler.apply()
+            return
+        for group, rate in zip(self._optimizer.param_groups, scheduler.get_last_lr(), strict=False):
+            group["lr"] = rate
 
     def reassert(self, before: Sequence[Mapping[str, object]], scheduler: LRScheduler | None) -> None:
         """Put in force what differs from a checkpoint's options; a schedule keeps its place.
