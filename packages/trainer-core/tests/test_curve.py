@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,20 @@ def test_last_window_of_an_epoch_is_applied_with_its_own_count(
     )
     assert trainer.train().global_step == 4
     assert trainer.state.num_target_tokens_seen == 2 * trainer.loss.count(ragged_loader(rows=7).labels).item()  # type: ignore[attr-defined]
+
+
+def test_intervals_without_a_label_that_counts_are_told(
+    make_trainer: Callable[..., Trainer], ragged_loader: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = ragged_loader()
+    loader.labels[8:16] = -100
+    trainer = make_trainer(loader=loader, max_steps=6, logging_steps=2)
+    trainer.train()
+    tokens = [entry["tokens"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [count == 0 for count in tokens] == [False, True, False]
+    told = [record.message for record in caplog.records if "no label counted" in record.message]
+    assert len(told) == 1
+    assert "in the last 2 optimizer steps" in told[0]
 
 
 def test_evaluation_does_not_touch_training(

@@ -423,6 +423,12 @@ class Actions:
             return
         if not totals.updates:
             logger.warning("every one of the last %d optimizer steps was skipped", totals.skipped)
+        elif totals.applied_tokens == 0:
+            logger.warning(
+                "no label counted in the last %d optimizer steps, whose loss is shown as 0: every label is "
+                "-100, or rows are too short to predict a token from another. Look at the labels",
+                totals.updates,
+            )
         record = record_of(totals, run.state) | {"peak_flops": run.flops.peak()}
         if (recompiles := run.recompiles.count()) is not None:
             record["recompiles"] = recompiles
