@@ -252,6 +252,19 @@ def test_a_training_that_broke_off_does_not_keep_the_port_from_the_next(run) -> 
     run.fire("on_train_end", exporter)
 
 
+def test_it_stops_listening_when_an_exception_ends_the_training(run, exporter) -> None:
+    run.fire("on_train_begin", exporter)
+    log(run, exporter, 1, **RECORD)
+    port = exporter.port
+    run.fire("on_exception", exporter, exception=RuntimeError("ended"))
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+    another = PrometheusExporter(port=port)
+    run.fire("on_train_begin", another)
+    assert scrape(another) == {"training_step": 1, "training_tokens_total": 0}
+    run.fire("on_train_end", another)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_processes_forked_meanwhile_do_not_keep_the_port(run, exporter) -> None:
     """As workers of a data loader that stay on."""

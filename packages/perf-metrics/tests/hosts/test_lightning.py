@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from perf_metrics import DefaultMetrics, JsonLogger, ProgressCallback
+from perf_metrics import DefaultMetrics, GoodputLogger, JsonLogger, ProgressCallback, read_goodput
 from perf_metrics.callbacks.device_metrics import PeakMemory
 from perf_metrics.callbacks.lightning import LightningCallbacks
 from perf_metrics.callbacks.lightning_state import TokenCounts
@@ -232,11 +232,19 @@ def test_a_failed_run_leaves_nothing_behind(tmp_path: Path, llama, rows, clock) 
         def on_train_batch_end(self, *_: object) -> None:
             raise RuntimeError("of the test")
 
+    class Told:
+        def on_exception(self, *_: object, exception: BaseException, **__: object) -> None:
+            told.append(str(exception))
+
+    told: list[str] = []
     run = Run(lightning.pytorch, tmp_path, clock, [Failing()])
+    run.ours.callbacks += [GoodputLogger(), Told()]
     before = list(run.trainer.callbacks)
     with pytest.raises(RuntimeError, match="of the test"):
         run.trainer.fit(module_class(lightning.pytorch)(llama, clock), DataLoader(rows(8), batch_size=4))
     assert run.trainer.callbacks == before
+    assert told == ["of the test"]
+    assert [session.outcome for session in read_goodput(tmp_path).sessions] == ["no end"]
 
 
 def test_it_can_be_pickled() -> None:

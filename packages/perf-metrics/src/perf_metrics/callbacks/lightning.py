@@ -96,7 +96,7 @@ class LightningCallbacks:
     `trainer.log_every_n_steps` optimizer steps, and at the end, it makes a record, and fires `on_log_step`
     and then `on_log` with it. At the very end `on_log` gets the final metrics. Events besides:
     `on_train_begin`, `on_epoch_begin`, `on_step_begin`, `on_step_end`, `on_evaluate`, `on_save`,
-    `on_epoch_end`, `on_train_end`; a callback has handlers for those it wants.
+    `on_epoch_end`, `on_train_end`, `on_exception`; a callback has handlers for those it wants.
 
     | in the record | from |
     |---|---|
@@ -207,8 +207,12 @@ class LightningCallbacks:
     def on_exception(
         self, trainer: LightningTrainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Stop timing, and leave the trainer's list as it was."""
-        self.teardown(trainer, pl_module, "fit")
+        """Stop timing, fire `on_exception`, and leave the trainer's list as it was."""
+        try:
+            if self._running:
+                self._fire("on_exception", trainer, pl_module, exception=exception)
+        finally:
+            self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the trainer's list as it was."""

@@ -139,6 +139,10 @@ class PrometheusExporter(EventHandlers):
         """Stop listening."""
         self._close()
 
+    def on_exception(self, args: object, state: object, control: object, **_: object) -> None:
+        """Stop listening: the last figures would look like those of a training that lives."""
+        self._close()
+
     def _figures(self, state: ProgressState) -> Figures:
         return {STEP: state.global_step, TOKENS: self._tokens, **self._interval, **self._evaluation}
 
