@@ -145,6 +145,7 @@ def test_every_rank_gets_its_state_back(outcome: tuple[dict, dict, Path]) -> Non
             ["own.rank1.json is damaged"],
             ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
         ),
+        ("rank 1 cannot read", ["Permission denied"], ["checkpoint-1", "checkpoint-2", "checkpoint-3"]),
         ("damage passed over", [], ["checkpoint-1", "checkpoint-2", "checkpoint-3"]),
     ],
 )
@@ -159,6 +160,10 @@ def test_all_ranks_agree(
         assert first["message"] is None
     assert max(first["seconds"], second["seconds"]) < 30
     assert first["left"] == left
+
+
+def test_a_rank_that_cannot_read_leaves_no_file_in_suspicion(outcome: tuple[dict, dict, Path]) -> None:
+    assert "damaged" not in outcome[0]["rank 1 cannot read"]["message"]
 
 
 def test_a_file_deleted_for_one_rank_is_fresh_state_for_both(outcome: tuple[dict, dict, Path]) -> None:

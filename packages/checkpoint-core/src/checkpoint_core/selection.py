@@ -520,7 +520,7 @@ def _compare(ranks: RankAgreement, chosen: Chosen, reads: Sequence[_Read]) -> No
     def compare() -> None:
         if (problem := reads[ranks.rank]["problem"]) is not None:
             raise CheckpointError(problem)
-        if not ranks.is_leader:
+        if not ranks.is_leader or any(reads[rank]["problem"] for rank in ranks.node):  # a share is missing
             return
         for name, record in chosen.manifest.files.items():
             found = [share[name] for share in mine if name in share]

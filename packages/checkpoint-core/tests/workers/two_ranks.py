@@ -3,6 +3,7 @@
 The second rank is forked from the first, before any process group exists, so that torch is imported once.
 """
 
+import errno
 import gc
 import json
 import os
@@ -28,6 +29,7 @@ from checkpoint_core import (
     StateComponent,
     StaticStatefulProvider,
     find_latest_checkpoint,
+    selection,
 )
 from dist_env import StaticDistributedEnvironment
 
@@ -203,6 +205,15 @@ class Ranks:
             spoiled.write_bytes(content.replace(b"rank", b"tank"))
         dist.barrier()
         self.seen["damage named"] = self.error(lambda: self.manager.load_checkpoint(newest))
+        if self.rank == 1:
+            spoiled.write_bytes(content)
+            reads = selection.range_share
+            selection.range_share = self.refuse_to_read
+        self.seen["rank 1 cannot read"] = self.error(lambda: self.manager.load_checkpoint(newest))
+        if self.rank == 1:
+            selection.range_share = reads
+            spoiled.write_bytes(content.replace(b"rank", b"tank"))
+        dist.barrier()
         loaded: list[object] = []
         self.shared.values = {}
         self.seen["damage passed over"] = self.error(
@@ -213,6 +224,9 @@ class Ranks:
             spoiled.unlink()
         dist.barrier()
         self.seen["one rank's file deleted"] = self.manager.load_checkpoint().missing
+
+    def refuse_to_read(self, path: Path, *_: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     def late_rank(self) -> None:
         gave_up = self.directory / "gave_up"
