@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from llama_pretrain import PretrainArguments
+from llama_pretrain.cli import parser_of
 from llama_pretrain.experiment import TRAINERS
 from llama_pretrain.settings import _reader, resolve, train_parser
 from trainer_core import ConfigurationError, field_docs
@@ -26,6 +27,14 @@ def test_without_a_word_the_defaults_hold() -> None:
     args = _resolve()
     assert args == PretrainArguments()
     assert (args.model, args.output_dir, args.data) == ("tiny", "runs/default", None)
+
+
+def test_a_tilde_behind_an_equals_sign_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of-the-test")
+    args = _resolve("--output-dir=~/runs/a", "--data=~/text")
+    assert (args.output_dir, args.data) == ("/home/of-the-test/runs/a", "/home/of-the-test/text")
+    args = parser_of("report").parse_args(["--output-dir=~/runs/a", "--page=~/page.html"])
+    assert (args.output_dir, args.page) == ("/home/of-the-test/runs/a", "/home/of-the-test/page.html")
 
 
 def test_command_line_beats_file_beats_defaults(tmp_path: Path) -> None:

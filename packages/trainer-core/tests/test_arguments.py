@@ -345,6 +345,17 @@ def test_values_that_would_fail_later_are_refused(name: str, value: object, rule
         arguments_from_dict(TrainingArguments, {name: value})
 
 
+def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell has replaced that of a file; else a directory named ~ would be made."""
+    monkeypatch.setenv("HOME", "/home/of-the-test")
+    paths = {"output_dir": "~/runs/a", "logging_dir": "~", "resume_from_checkpoint": "~/runs/b/checkpoint-1"}
+    args = arguments_from_dict(TrainingArguments, paths)
+    assert (args.output_dir, args.logging_dir) == ("/home/of-the-test/runs/a", "/home/of-the-test")
+    assert args.resume_from_checkpoint == "/home/of-the-test/runs/b/checkpoint-1"
+    for kept in ("runs/~", "a~b", "s3://bucket/~/run"):
+        assert TrainingArguments(output_dir=kept).output_dir == kept
+
+
 def test_arguments_import_without_torch() -> None:
     script = (
         "import sys\n"

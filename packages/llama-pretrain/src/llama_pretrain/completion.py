@@ -14,21 +14,8 @@ from .cli import COMMANDS, parser_of
 from .commands.arguments import CompletionArguments
 from .config_files import recipe_names
 from .console import PROG
+from .settings import PATHS
 
-_PATHS = (
-    "config",
-    "data",
-    "tokenizer",
-    "output_dir",
-    "logging_dir",
-    "checkpoint",
-    "directory",
-    "source",
-    "json",
-    "page",
-    "runs",
-)
-"""Settings that are paths."""
 _PLACES = {
     "bash": (
         "bash-completion/completions",
@@ -81,7 +68,7 @@ def completion_script(shell: str) -> str:
 def _parser(name: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parser_of(name)
     for action in parser._actions:  # argparse has no other way to reach them
-        if action.dest in _PATHS:
+        if action.dest in PATHS:
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
         elif name == "recipes" and action.dest == "name":
             action.choices = recipe_names()

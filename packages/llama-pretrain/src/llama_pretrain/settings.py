@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import shutil
 import sys
@@ -24,6 +25,20 @@ from .mesh import MOVED, parse_mesh, said_before, trainer_for
 if TYPE_CHECKING:
     from .arguments import PretrainArguments
 
+PATHS = (
+    "config",
+    "data",
+    "tokenizer",
+    "output_dir",
+    "logging_dir",
+    "checkpoint",
+    "directory",
+    "source",
+    "json",
+    "page",
+    "runs",
+)
+"""Settings that are paths."""
 GROUPS: Mapping[str, Sequence[str]] = {
     "what to train, on what": (
         "model",
@@ -392,7 +407,13 @@ def _add_flag(group: argparse._ActionsContainer, flag: str, name: str, hint: obj
         group.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
         return
     kinds = _members(hint)
-    group.add_argument(flag, dest=name, type=_reader(kinds), metavar=_metavar(kinds), help=text)
+    read = _reader(kinds)
+
+    def read_path(value: str) -> object:
+        return read(os.path.expanduser(value))  # noqa: PTH111  (may be an address)
+
+    kind = read_path if name in PATHS else read
+    group.add_argument(flag, dest=name, type=kind, metavar=_metavar(kinds), help=text)
 
 
 def _flag(name: str) -> str:

@@ -6,6 +6,7 @@ The string below a field is its documentation and the help text of command lines
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -204,6 +205,10 @@ class MinimalTrainingArguments:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        for name in ("output_dir", "logging_dir", "resume_from_checkpoint", "torch_compile_cache_dir"):
+            if isinstance(value := getattr(self, name), str):
+                # No shell has replaced the ~ of a file, or of --output-dir=~/runs: it would be made in place.
+                object.__setattr__(self, name, os.path.expanduser(value))  # noqa: PTH111  (may be an address)
         self.check()
 
     def check(self) -> None:
