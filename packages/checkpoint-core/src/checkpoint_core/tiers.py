@@ -527,7 +527,8 @@ def _of_remote(error: CheckpointError) -> CheckpointError:
     """The error of a check that calls the place of checkpoints output_dir, which here is remote_dir."""
     if type(error) is not CheckpointError:
         return error
-    return CheckpointError(str(error).replace("output_dir", "remote_dir"))
+    text = str(error).replace("output_dir as a directory, without file://", "an address in another store")
+    return CheckpointError(text.replace("output_dir", "remote_dir"))
 
 
 def _plain(manifest: Manifest) -> Manifest:

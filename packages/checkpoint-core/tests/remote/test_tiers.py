@@ -288,6 +288,19 @@ def test_a_step_of_ones_choice(run: Path, s3: str, caplog: pytest.LogCaptureFixt
         assert resumed.load(run / "checkpoint-1").step == 1  # type: ignore[union-attr]
 
 
+def test_a_tier_that_cannot_replace_advises_what_a_tier_can_be(run: Path, tmp_path: Path) -> None:
+    values = Values()
+    config = CheckpointConfig(run, remote_dir=f"file://{tmp_path / 'slow'}")
+    manager = CheckpointManager(config, {"values": values})
+    manager.save_checkpoint(1)
+    manager.wait_for_upload()
+    values.values += 1
+    manager.save_checkpoint(1)
+    with pytest.raises(CheckpointError, match="or give an address in another store") as caught:
+        manager.close()
+    assert "directory, without file://" not in str(caught.value)
+
+
 def test_a_second_run_is_refused(run: Path, url: str, tmp_path: Path) -> None:
     with manager(run, url) as first:
         first.save(5)
