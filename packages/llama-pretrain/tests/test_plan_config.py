@@ -15,10 +15,9 @@ from llama_pretrain.mesh import parse_mesh
 from llama_pretrain.settings import resolve
 
 _PIPELINES = [name for name in recipe_names() if resolve({"config": name}).trainer == "pipeline"]
-# One of each way to hold a large model; the others are of more layers or other numbers of GPUs.
-_KEPT = ("7b-8gpus",)
+# Large ones have more layers, and other numbers of GPUs.
 _PLANNED = [
-    pytest.param(name, marks=[] if name.startswith("tiny") or name in _KEPT else [pytest.mark.full])
+    pytest.param(name, marks=[] if name.startswith("tiny") else [pytest.mark.full])
     for name in recipe_names()
     if name not in _PIPELINES
 ]
@@ -91,6 +90,7 @@ def test_what_does_not_fit_is_told_where_no_other_layout_is_looked_for(
     assert "the mesh is not a multiple of gpus_per_node=8" in told
 
 
+@pytest.mark.full
 def test_rows_are_longer_where_several_processes_share_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +102,9 @@ def test_rows_are_longer_where_several_processes_share_each(
         found.append(json.loads((tmp_path / "plan.json").read_text())["longest_sequence"])
         assert f"rows that fit: up to about {found[-1]:,} tokens" in told
     assert 1.5 * found[0] < found[1] < 2.5 * found[0]
+
+
+def test_too_little_memory_for_any_rows_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", "tiny-sharded", "--gpu-memory", "0.5", "--longest-sequence"]) == 0
     assert "rows that fit: not even 256 tokens" in capsys.readouterr().out
     assert main(["plan", "--longest-sequence"]) == 2
@@ -151,6 +154,7 @@ def test_time_and_cost_follow_from_the_mfu(tmp_path: Path, capsys: pytest.Captur
     assert "1 billion tokens: " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_time_of_a_model_alone_is_told_of_an_assumed_range(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "7b", "--gpus", "8", *H100, "--tokens", "2e12"]) == 0
     shown = capsys.readouterr().out

@@ -117,8 +117,17 @@ def make_curve(tmp_path: Path, tiny_model: Callable[[float], nn.Module]) -> Call
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    [
+        *((name, 1) for name in LOADERS),
+        *((name, 2) for name in ("streamed", "torchdata, shuffled")),
+        *(
+            pytest.param(name, 2, marks=pytest.mark.full)
+            for name in ("positioned", "torchdata", "torchdata, streamed", "torchdata, generator")
+        ),
+    ],
+)
 def test_a_stop_anywhere_leaves_the_curve_as_it_is(
     name: str, accumulation: int, make_curve: Callable[[str, int], Curve]
 ) -> None:

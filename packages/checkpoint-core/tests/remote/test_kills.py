@@ -23,7 +23,9 @@ def campaign(run_worker: Callable[..., Worked], environment: dict[str, str], *ar
     assert result["cleaned"] >= int(str(kills)) // 10
 
 
-@pytest.mark.parametrize(("mode", "kills"), [("async", 4), ("two-ranks", 4)])
+@pytest.mark.parametrize(
+    ("mode", "kills"), [pytest.param("async", 4, marks=pytest.mark.full), ("two-ranks", 4)]
+)
 def test_kills_at_random_instants(run_worker, weed, s3: str, tmp_path: Path, mode: str, kills: int) -> None:
     campaign(run_worker, weed.environment(), tmp_path / "job", s3, mode, kills)
 

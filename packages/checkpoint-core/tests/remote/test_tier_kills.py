@@ -30,7 +30,9 @@ def campaign(
     assert result["cleaned"] >= kills // 20
 
 
-@pytest.mark.parametrize(("mode", "kills"), [("two-ranks", 3), ("parts", 3)])
+@pytest.mark.parametrize(
+    ("mode", "kills"), [pytest.param("two-ranks", 3, marks=pytest.mark.full), ("parts", 3)]
+)
 def test_kills_at_random_instants(run_worker, weed, s3: str, tmp_path: Path, mode: str, kills: int) -> None:
     campaign(run_worker, weed.environment(), tmp_path / "job", s3, mode, kills)
 

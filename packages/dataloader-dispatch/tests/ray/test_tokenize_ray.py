@@ -106,7 +106,7 @@ class Dying(ByteEncoder):
         raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("how", ["killed", "full"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("full", marks=pytest.mark.full)])
 def test_a_task_that_dies_is_run_again(
     corpus: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

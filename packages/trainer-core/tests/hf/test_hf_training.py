@@ -161,8 +161,8 @@ def test_loss_of_the_model_gives_the_curve_of_ours(make: MakeTrainer) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"construct_model_on": "default"},
-        {"construct_model_on": "meta"},
+        pytest.param({"construct_model_on": "default"}, marks=pytest.mark.full),
+        pytest.param({"construct_model_on": "meta"}, marks=pytest.mark.full),
         {"construct_model_on": "meta", "gradient_checkpointing": True, "fused_loss": "auto"},
     ],
     ids=["plain", "meta", "meta, checkpointed, fused"],

@@ -16,8 +16,8 @@ from trainer_core.precision.fp8 import lacks_fp8, share_in_fp8
 BLOCK = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RUNS_IN = [
     ("tensorwise", None),
-    ("tensorwise", "bf16"),
-    ("rowwise", None),
+    pytest.param("tensorwise", "bf16", marks=pytest.mark.full),
+    pytest.param("rowwise", None, marks=pytest.mark.full),
     ("rowwise", "bf16"),
     ("rowwise_with_gw_hp", None),
 ]

@@ -12,9 +12,17 @@ from torch import nn
 from trainer_core import ConfigurationError
 from trainer_core.precision import QAT_RECIPES, convert_qat, convert_to_fp8, prepare_qat
 
+FIRST, *REST = QAT_RECIPES
 
-@pytest.mark.parametrize("recipe", QAT_RECIPES)
-@pytest.mark.parametrize("mixed_precision", [None, "bf16"])
+
+@pytest.mark.parametrize(
+    ("recipe", "mixed_precision"),
+    [
+        *((recipe, None) for recipe in QAT_RECIPES),
+        (FIRST, "bf16"),
+        *(pytest.param(recipe, "bf16", marks=pytest.mark.full) for recipe in REST),
+    ],
+)
 def test_recipe_trains_like_full_precision(lab: Any, recipe: str, mixed_precision: str | None) -> None:
     args = lab.settings(qat_recipe=recipe, mixed_precision=mixed_precision)
     model = lab.model()

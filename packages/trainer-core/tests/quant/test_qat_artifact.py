@@ -23,6 +23,7 @@ from trainer_core.precision import (
 )
 
 Trained = Callable[..., Any]
+FIRST, *REST = QAT_RECIPES
 
 
 @pytest.fixture
@@ -37,8 +38,14 @@ def trained(lab: Any) -> Trained:
     return make
 
 
-@pytest.mark.parametrize("recipe", QAT_RECIPES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "tied"),
+    [
+        *((recipe, False) for recipe in QAT_RECIPES),
+        (FIRST, True),
+        *(pytest.param(recipe, True, marks=pytest.mark.full) for recipe in REST),
+    ],
+)
 def test_loaded_model_generates_the_same(
     lab: Any, trained: Trained, tmp_path: Path, recipe: str, tied: bool
 ) -> None:
