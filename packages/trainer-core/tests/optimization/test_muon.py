@@ -118,7 +118,8 @@ def test_small_matrices_of_a_shape_go_together_with_the_bits_of_torch(monkeypatc
         (1, torch.float32, (64, 24), False, True),
         (3, torch.float32, (64, 1000), False, False),
         pytest.param(4, torch.float32, (300, 301), False, False, marks=pytest.mark.full),
-        (1, torch.float32, (300, 301), True, False),
+        (1, torch.float32, (64, 24), True, False),
+        pytest.param(1, torch.float32, (300, 301), True, False, marks=pytest.mark.full),
         (1, torch.bfloat16, (64, 24), False, False),
     ],
 )
