@@ -21,8 +21,10 @@ LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 OURS = ("llama_pretrain", "checkpoint_core", "dataloader_dispatch", "dist_env", "perf_metrics")
 TRAINERS = ("trainer_core", "trainer_ddp", "trainer_fsdp2", "trainer_pipeline", "torch._dynamo")
 # What the pages use beside our packages, in the modules that their examples end up in.
-THEIRS = ("accelerate", "lightning.pytorch", "transformers.trainer")
-ADAPTERS = ("peft", "transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert")
+THEIRS = (
+    *("accelerate", "lightning.pytorch", "peft", "transformers.trainer"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
+)
 
 Run = Callable[..., list["subprocess.CompletedProcess[str]"]]
 
@@ -83,12 +85,5 @@ def run(_warm_with_ours: WarmStart, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def run_with_theirs(_warm_with_theirs: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same where transformers, Lightning and Accelerate are imported, which takes as long as torch."""
+    """The same where what the pages use beside us is imported, which takes as long as torch."""
     return _runner(_warm_with_theirs, tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def run_with_peft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """The same where peft and the models of its page are imported."""
-    for warm in _warm((*OURS, *TRAINERS, *ADAPTERS)):
-        yield _runner(warm, tmp_path_factory)
