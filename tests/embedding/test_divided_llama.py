@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from ports import free_port
 from warm_start import WarmStart
 
+pytestmark = pytest.mark.xdist_group("embedding")
 SCRIPT = Path(__file__).with_name("divided_llama.py")
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENVIRON = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | {
@@ -45,16 +45,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+def notes(warm: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What rank 0 saw in each case."""
-    warm = WarmStart(["torch.distributed.tensor", "llama_pretrain.model.llama", "model_parallel"], ENVIRON)
     found: dict[str, dict[str, Any]] = {}
-    try:
-        for ranks, cases in CASES.items():
-            found |= dict(zip(cases, run(warm, tmp_path_factory.mktemp("told"), ranks, cases), strict=True))
-        yield found
-    finally:
-        warm.close()
+    for ranks, cases in CASES.items():
+        found |= dict(zip(cases, run(warm, tmp_path_factory.mktemp("told"), ranks, cases), strict=True))
+    return found
 
 
 def run(warm: WarmStart, told: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

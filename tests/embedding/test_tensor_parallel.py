@@ -8,7 +8,8 @@ import os
 import re
 import runpy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,14 @@ from warm_start import WarmStart
 from dist_env import ParallelLayout, fake_job
 from trainer_core import DataParallelArguments, Trainer, plan
 
+pytestmark = pytest.mark.xdist_group("embedding")
 SCRIPT = Path(__file__).with_name("tensor_parallel.py")
 STEPS, SAVED = 6, 3
+FULL = bool(os.environ.get("FULL_TESTS"))
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENVIRON = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | {
     "OMP_NUM_THREADS": "1"
 }
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmStart]:
-    imported = [
-        *("trainer_core.build", "trainer_fsdp2", "torch._dynamo", "model_parallel.shard"),
-        *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
-    ]
-    start = WarmStart(imported, ENVIRON)
-    yield start
-    start.close()
 
 
 def run(warm: WarmStart, folder: Path, words: list[str], mesh: str | None, *more: str) -> Any:
@@ -114,8 +106,21 @@ def test_stages_with_divided_experts_see_lengths_together(warm: WarmStart, tmp_p
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+def trained(warm: WarmStart, folder: Path, name: str, mesh: str | None, batch: int) -> Any:
+    """What a model of transformers prints, and its weights before and after."""
+    printed = run(warm, folder, [str(HF_SCRIPT), name, str(folder), str(batch)], mesh)
+    return printed, *(load_file(folder / each / "model.safetensors") for each in ("initial", "weights"))
+
+
+@pytest.fixture(scope="module")
+def alone(warm: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The same of one process, which trains each model once."""
+    return cache(lambda name: trained(warm, tmp_path_factory.mktemp(name) / "run", name, None, 8))
+
+
 MESHES = {
-    "llama": (("tp=2", 8), ("shard=2,tp=2", 4), ("pp=2,tp=2", 8)),
+    "llama": (("tp=2", 8), ("shard=2,tp=2", 4)),
+    "llama everywhere": (("pp=2,tp=2", 8),),
     "mixtral": (("shard=2,ep=2", 4), ("pp=2", 8)),
     "mixtral everywhere": (
         ("pp=2,dp=2", 4),
@@ -142,19 +147,12 @@ MESHES = {
     ],
 )
 def test_models_of_transformers_train_and_write_as_one_process(
-    warm: WarmStart, tmp_path: Path, case: str
+    warm: WarmStart, alone: Callable[[str], Any], tmp_path: Path, case: str
 ) -> None:
     name = case.partition(" ")[0]
-
-    def trained(mesh: str | None, batch: int) -> Any:
-        folder = tmp_path / f"run-{mesh}"
-        printed = run(warm, folder, [str(HF_SCRIPT), name, str(folder), str(batch)], mesh)
-        saved = [load_file(folder / name / "model.safetensors") for name in ("initial", "weights")]
-        return printed, *saved
-
-    (whole, written), initial, weights = trained(None, 8)
+    (whole, written), initial, weights = alone(name)
     for mesh, batch in MESHES.get(case, (("tp=2", 8),)):
-        (together, same), begun, divided = trained(mesh, batch)
+        (together, same), begun, divided = trained(warm, tmp_path / f"run-{mesh}", name, mesh, batch)
         assert all(torch.equal(begun[key], value) for key, value in initial.items())
         for found, expected in zip(together, whole, strict=True):
             assert found == pytest.approx(expected, rel=1e-5)
@@ -168,10 +166,9 @@ def test_models_of_transformers_train_and_write_as_one_process(
     ("mesh", "batch"), [("pp=2,tp=2", "8"), pytest.param("shard=2,tp=2", "4", marks=pytest.mark.full)]
 )
 def test_sequences_are_divided_under_a_trainer(
-    warm: WarmStart, tmp_path: Path, mesh: str, batch: str
+    warm: WarmStart, alone: Callable[[str], Any], tmp_path: Path, mesh: str, batch: str
 ) -> None:
-    words = [str(HF_SCRIPT), "llama", str(tmp_path / "whole"), "8"]
-    whole, written = run(warm, tmp_path / "whole", words, None)
+    whole, written = alone("llama")[0]
     words = [str(HF_SCRIPT), "llama", str(tmp_path / "parts"), batch]
     parts, same = run(warm, tmp_path / "parts", words, mesh, "sequence")
     for found, expected in zip(parts, whole, strict=True):
@@ -190,7 +187,8 @@ def test_masks_of_dropout_are_the_same_after_a_resume(warm: WarmStart, tmp_path:
 def test_flops_are_equal_over_layouts(warm: WarmStart, tmp_path: Path) -> None:
     """Of the model and as executed, so that MFU and HFU differ by time alone."""
     counted = {}
-    for number, (mesh, batch) in enumerate({"": "8", "tp=2": "8", "shard=2": "4", "pp=2": "8"}.items()):
+    meshes = {"": "8", "tp=2": "8", "pp=2": "8", **({"shard=2": "4"} if FULL else {})}
+    for number, (mesh, batch) in enumerate(meshes.items()):
         folder = tmp_path / f"run-{number}"
         words = [str(HF_SCRIPT), "llama", str(folder), batch, *(() if mesh else ("",))]
         counted[mesh], _ = run(warm, folder, words, mesh or None, "flops")
