@@ -134,5 +134,6 @@ MUON = replace(PLAIN, steps=14, optimizer="muon", ema_decay=0.9, evaluated=True)
 MUON_BOUND = {"tolerance": 2e-3, "because": "Muon computes in bfloat16 what a last bit of a gradient turns"}
 SCHEDULE_FREE = replace(PLAIN, steps=14, optimizer="schedule_free_adamw", evaluated=True)
 UNCLIPPED = replace(PLAIN, max_grad_norm=None)
+SHORT_UNCLIPPED = replace(SHORT, max_grad_norm=None)
 COMPILED = {"torch_compile": True}
 BY_EYE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

@@ -12,6 +12,8 @@ from .case import BY_EYE, PLAIN, RESTARTED, SHORT, SHORT_TIED, Case, on_ranks
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 CHECKPOINTED = {"activation_checkpointing": "full"}
+BRIEF = replace(SHORT, steps=6, evaluated=True)
+"""What the default tests do of rows whose steps take long, and all of whose steps do the same."""
 
 
 def _contiguous() -> dict[str, object]:
@@ -77,13 +79,20 @@ MOVED = {("cp=2", "")}
 
 CONTEXT_CASES = [
     _row("cp=2", "accumulation 4, evaluation in between", accumulation=4, settings=EVALUATED, full=True),
-    _row("cp=2", "contiguous, tied", options=_contiguous, recipe=replace(SHORT_TIED, evaluated=True)),
+    _row(
+        "cp=2", "contiguous, tied", options=_contiguous, recipe=replace(SHORT_TIED, steps=6, evaluated=True)
+    ),
     _row("cp=2", recipe=PLAIN, full=True),
     _row("cp=4", full=True),
     _row("cp=2", "checkpointing full", settings=CHECKPOINTED, full=True),
     _row("cp=2", "compiled blocks", settings={**BY_EYE, "torch_compile_scope": "blocks"}, full=True),
     _row("cp=2", "fused loss", settings={"fused_loss": "chunked"}, full=True),
-    _row("shard=2,cp=2", "checkpointing full", settings=CHECKPOINTED),
+    _row(
+        "shard=2,cp=2",
+        "checkpointing full",
+        settings=CHECKPOINTED,
+        recipe=BRIEF,
+    ),
     _row("cp=2,tp=2", full=True),
     _row("cp=2,tp=2", "sequence", options=_by_sequence, full=True),
     _row("dp=2,cp=2", full=True),
@@ -109,7 +118,7 @@ CONTEXT_CASES = [
             "dp=2,pp=2,cp=2",
         )
     ),
-    _row("cp=2", "ring, accumulation 2", accumulation=2, options=_ring),
+    _row("cp=2", "ring, accumulation 2", accumulation=2, options=_ring, recipe=BRIEF),
     _row(
         "cp=2",
         "ring, compiled blocks",

@@ -75,7 +75,7 @@ FSDP2_CASES = [
     _ranks("own data", ranks=4, settings={"dispatch_batches": False}, full=True),
     _sharded("not resharded", FSDP2Arguments(reshard_after_forward=False), accumulation=4),
     _sharded("reduced each microbatch", FSDP2Arguments(reduce_each_microbatch=True), accumulation=4),
-    _sharded("resharded to 2", FSDP2Arguments(reshard_after_forward=2), ranks=4),
+    _sharded("resharded to 2", FSDP2Arguments(reshard_after_forward=2), ranks=4, full=True),
     _option("HSDP 2 x 2", ranks=4, mesh=HYBRID, full=True),
     _sharded("HSDP 2 x 2, as files of old runs say it", FSDP2Arguments(replicas=2), ranks=4, full=True),
     _option(
@@ -119,6 +119,7 @@ FSDP2_CASES = [
     _option(
         "checkpointing full, compiled blocks",
         settings={**BLOCKS_BY_EYE, **FULL, "torch_compile_dynamic": True},
+        full=True,
     ),
     _option("checkpointing full, HSDP 2 x 2", ranks=4, mesh=HYBRID, settings=FULL, full=True),
     _sharded(

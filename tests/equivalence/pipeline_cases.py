@@ -36,6 +36,8 @@ SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT)
 SINGLE = ("gpipe", "1f1b")
 """Schedules with one stage on each rank."""
+ELSEWHERE = ("interleaved_1f1b", "zbv")
+"""Schedules that the default tests have in rows with an option or a restart."""
 AS_MANY_AS_STAGES = ("1f1b", "dualpipe_v")
 """Schedules that need as many microbatches as there are stages."""
 
@@ -68,9 +70,9 @@ def _row(
 def _every_schedule() -> Iterator[Case]:
     """Each schedule with 2 and 4 ranks, 2, 4 and 8 microbatches, accumulation 1 and 2, tied and untied.
 
-    One row of each is for the tests, with 2 and 4 ranks in turn.
+    One row of each is for the tests, unless they have it in another one; that of 1f1b has four ranks.
     """
-    for number, schedule in enumerate(SCHEDULES):
+    for schedule in SCHEDULES:
         for ranks in (2, 4):
             needs_many = schedule in AS_MANY_AS_STAGES
             stages = ranks * (1 if schedule in SINGLE else 2)
@@ -80,7 +82,7 @@ def _every_schedule() -> Iterator[Case]:
                 for accumulation in (1, 2):
                     tied = (n + accumulation) % 2 == 1
                     recipe = replace(SHORT_TIED if tied else SHORT, blocks=max(stages, PLAIN.blocks))
-                    tested = (2 + 2 * (number % 2), max(4, stages) if needs_many else 4, 2)
+                    tested = (4 if schedule == "1f1b" else 2, max(4, stages) if needs_many else 4, 2)
                     yield _row(
                         schedule,
                         "tied" if tied else "",
@@ -88,7 +90,7 @@ def _every_schedule() -> Iterator[Case]:
                         n=n,
                         accumulation=accumulation,
                         recipe=recipe,
-                        full=(ranks, n, accumulation) != tested,
+                        full=(ranks, n, accumulation) != tested or schedule in ELSEWHERE,
                     )
 
 
@@ -203,7 +205,9 @@ PIPELINE_CASES = [
     _option(
         "checkpointing operators", "interleaved_1f1b", settings={"activation_checkpointing": "operators"}
     ),
-    _option("compiled blocks, aot_eager", settings=BY_EYE, accumulation=2),
+    _option("compiled blocks, aot_eager", settings=BY_EYE, accumulation=2, full=True),
+    # It compiles once more for each of the shapes that come.
+    _option("compiled blocks, aot_eager", settings=BY_EYE, recipe=replace(SHORT, steps=4)),
     _option(
         "bf16 autocast",
         settings={"mixed_precision": "bf16"},

@@ -147,7 +147,7 @@ TENSOR_CASES = [
     ),
     _row("tp=2", "sequence", recipe=replace(SHORT_TIED, steps=12, evaluated=True), full=True, **SEQUENCE),
     _row("shard=2,tp=2", "sequence, checkpointing full", settings=CHECKPOINTED, full=True, **SEQUENCE),
-    _row("pp=2,tp=2", "sequence, tied", recipe=replace(SHORT_TIED, steps=12, evaluated=True), **SEQUENCE),
+    _row("pp=2,tp=2", "sequence, tied", recipe=replace(SHORT_TIED, steps=6, evaluated=True), **SEQUENCE),
     _row(
         "pp=2,tp=2",
         "sequence, fused loss, checkpointing full",

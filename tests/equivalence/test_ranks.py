@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from equivalence.case import EXACT, Case
+from equivalence.case import EXACT, SHORT, Case
 from equivalence.data import RaggedLoader, Shard
 from equivalence.mistakes import leave, mean_of_means
 from equivalence.table import measure
@@ -17,18 +17,18 @@ def test_comparison_sees_a_mean_of_the_means_of_ranks(tmp_path: Path) -> None:
 
 
 def test_lost_rank_fails_its_row_and_not_the_next(tmp_path: Path) -> None:
-    lost = Case(name="lost", options=leave, runner="ranks", world_size=2, accumulation=2)
+    lost = Case(name="lost", options=leave, runner="ranks", recipe=SHORT, world_size=2, accumulation=2)
     with pytest.raises(RuntimeError, match="lost: not every rank trained it") as caught:
         measure(lost, tmp_path / "lost")
     assert "rank 1: ended with exit code 17" in str(caught.value)
-    whole = Case(name="whole", runner="ranks", world_size=2, accumulation=2)
+    whole = Case(name="whole", runner="ranks", recipe=SHORT, world_size=2, accumulation=2)
     assert measure(whole, tmp_path / "whole").agrees
 
 
 def test_ranks_need_equal_shares_of_the_microbatches(tmp_path: Path) -> None:
-    case = Case(name="odd", runner="ranks", world_size=1, accumulation=4)
+    case = Case(name="odd", runner="ranks", recipe=SHORT, world_size=1, accumulation=4)
     assert measure(case, tmp_path / "one").agrees
-    odd = Case(name="odd", runner="ranks", world_size=2, accumulation=1)
+    odd = Case(name="odd", runner="ranks", recipe=SHORT, world_size=2, accumulation=1)
     with pytest.raises(RuntimeError, match="are not the same for 2 ranks"):
         measure(odd, tmp_path / "two")
 

@@ -36,11 +36,11 @@ LAYOUTS = {
     "pipeline": ("pipeline", 2),
 }
 WAYS = [(first, second) for first in LAYOUTS for second in LAYOUTS]
-# Each layout saves once and loads once.
+# Each kind of ranks saves once or loads once.
 USUAL = {
     ("single", "fsdp2"),
     ("pipeline", "ddp"),
-    ("fsdp2 of 4", "single"),
+    ("fsdp2", "single"),
 }
 RANKS = 4
 
