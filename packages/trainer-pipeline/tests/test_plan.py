@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,15 +44,26 @@ def worker() -> ModuleType:
     return module
 
 
-def _planned(worker: ModuleType, folder: Path, name: str) -> PipelinePlan:
-    return plan(worker.Deep, worker.arguments(folder, name), world_size=4, sequence_length=worker.LENGTH)
+@pytest.fixture(scope="session")
+def planned(worker: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PipelinePlan]:
+    """`planned("gpipe")`: what is planned of what is measured, once for all tests."""
+
+    @cache
+    def make(name: str) -> PipelinePlan:
+        folder = tmp_path_factory.mktemp("plan")
+        args = worker.arguments(folder, name)
+        found = plan(worker.Deep, args, world_size=4, sequence_length=worker.LENGTH)
+        assert list(folder.iterdir()) == [], "a plan writes nothing"
+        return found
+
+    return make
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_peak_is_that_of_the_allocator(
-    name: str, worker: ModuleType, world: Callable[..., Any], tmp_path: Path
+    name: str, worker: ModuleType, world: Callable[..., Any], planned: Callable[[str], PipelinePlan]
 ) -> None:
-    said = _planned(worker, tmp_path, name)
+    said = planned(name)
     for seen in world("four", "4").seen(f"allocated, {name}"):
         rank = said.per_rank[seen["rank"]]
         print(f"rank {rank.rank}: planned {rank.peak:,}, measured {seen['peak']:,}")
@@ -66,8 +78,8 @@ def test_peak_is_that_of_the_allocator(
         assert rank.peak <= 1.02 * seen["peak"] + batches + freed
 
 
-def test_state_is_that_of_the_stages(worker: ModuleType, tmp_path: Path) -> None:
-    said = _planned(worker, tmp_path, "interleaved")
+def test_state_is_that_of_the_stages(worker: ModuleType, planned: Callable[[str], PipelinePlan]) -> None:
+    said = planned("interleaved")
     table = worker.VOCABULARY * worker.WIDTH
     layer = 8 * worker.WIDTH**2 + 7 * worker.WIDTH
     ends = (table, 0, 0, table)
@@ -79,8 +91,8 @@ def test_state_is_that_of_the_stages(worker: ModuleType, tmp_path: Path) -> None
         assert rank.optimizer >= 2 * rank.parameters
 
 
-def test_1f1b_has_fewer_microbatches_under_way_than_gpipe(worker: ModuleType, tmp_path: Path) -> None:
-    every, few = (_planned(worker, tmp_path, name).per_rank for name in ("gpipe", "1f1b"))
+def test_1f1b_has_fewer_microbatches_under_way_than_gpipe(planned: Callable[[str], PipelinePlan]) -> None:
+    every, few = (planned(name).per_rank for name in ("gpipe", "1f1b"))
     # gpipe keeps all 8 on every rank, 1f1b so many as there are ranks from here to the end.
     one = (few[1].activations - few[2].activations) / every[1].activations
     assert one == pytest.approx(1 / 8, rel=0.25)
@@ -88,16 +100,18 @@ def test_1f1b_has_fewer_microbatches_under_way_than_gpipe(worker: ModuleType, tm
     assert every[1].activations == every[2].activations
 
 
-def test_microbatches_of_all_accumulated_batches_count(worker: ModuleType, tmp_path: Path) -> None:
+def test_microbatches_of_all_accumulated_batches_count(
+    worker: ModuleType, planned: Callable[[str], PipelinePlan]
+) -> None:
     names = ("gpipe", "gpipe, accumulated", "1f1b", "1f1b, accumulated")
-    one, three, few, still_few = (_planned(worker, tmp_path, name).per_rank[1] for name in names)
+    one, three, few, still_few = (planned(name).per_rank[1] for name in names)
     # gpipe keeps the microbatches of the whole step, 1f1b as many as before.
     assert three.activations == pytest.approx(3 * one.activations, rel=0.1)
     assert still_few.activations <= few.activations + 3 * 2 * 8 * worker.ROWS * worker.LENGTH
 
 
-def test_table_and_figures_say_the_same(worker: ModuleType, tmp_path: Path) -> None:
-    said = _planned(worker, tmp_path, "copies")
+def test_table_and_figures_say_the_same(planned: Callable[[str], PipelinePlan]) -> None:
+    said = planned("copies")
     figures = json.loads(json.dumps(said.to_json()))
     assert figures["total"] == said.total == said.fullest.total + said.margin
     assert [rank["total"] for rank in figures["per_rank"]] == [rank.total for rank in said.per_rank]
@@ -106,7 +120,6 @@ def test_table_and_figures_say_the_same(worker: ModuleType, tmp_path: Path) -> N
     assert "1f1b, 8 microbatches" in told
     assert f"rank {said.fullest.rank} needs most" in told
     assert "\n     0  0 to 3  " in told
-    assert list(tmp_path.iterdir()) == []
 
 
 class _Classifier(nn.Module):

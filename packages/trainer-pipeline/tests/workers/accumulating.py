@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from ranks import Scenario
-from tiny import COMMON, LENGTH, VOCABULARY, WIDTH, Batches, Tiny, alone, curve, trainer_of
+from tiny import COMMON, LENGTH, VOCABULARY, WIDTH, Batches, Tiny, alone, curve, once, trainer_of
 from torch import Tensor, nn
 
 from dist_env import DistributedEnvInterface
@@ -170,9 +170,13 @@ def trained(
         **{**given, **settings},  # type: ignore[arg-type]
     )
     trainer.train()
-    own = alone(env, folder, make, gradient_accumulation_steps=accumulation * pipelines, **given)  # type: ignore[arg-type]
-    own.train()
-    return {"curves": [curve(trainer), curve(own)]}
+
+    def of_one() -> list[object]:
+        own = alone(env, folder, make, gradient_accumulation_steps=accumulation * pipelines, **given)  # type: ignore[arg-type]
+        own.train()
+        return curve(own)
+
+    return {"curves": [curve(trainer), once(env, f"{make}, {accumulation * pipelines}", of_one)]}
 
 
 OF_TWO: dict[str, Scenario] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,14 @@ from pathlib import Path
 import torch
 import transformers
 from ranks import Scenario
-from tiny import alone, curve, trainer_of
+from tiny import alone, curve, once, trainer_of
 from torch import Tensor, nn
 
 from dist_env import DistributedEnvInterface
+
+# Once here is cheaper than in each rank.
+for _family in ("gemma2", "gpt2", "llama", "mixtral", "qwen3"):
+    importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
 
 VOCABULARY, LENGTH, NEW, LAYERS = 53, 12, 10, 4
 PROMPT = [[1, 2, 3, 4], [9, 8, 7, 6]]
@@ -96,16 +101,32 @@ class Texts:
             yield batch
 
 
-def whole_life(
-    env: DistributedEnvInterface, folder: Path, make: Callable[[], nn.Module], schedule: str
-) -> object:
+def whole_life(env: DistributedEnvInterface, folder: Path, name: str, schedule: str) -> object:
     """Train, write, export, and load what was exported."""
+    make = MODELS[name]
     data = {"train": Texts(), "evaluate": Texts()}
     trainer = trainer_of(env, folder, make, **data, schedule=schedule)  # type: ignore[arg-type]
     trainer.train()
-    own = alone(env, folder, make, **data)  # type: ignore[arg-type]
-    own.train()
     prompt = torch.tensor(PROMPT)
+
+    def of_one() -> tuple[list[object], float, Tensor]:
+        own = alone(env, folder, make, **data)  # type: ignore[arg-type]
+        own.train()
+        with torch.no_grad():
+            logits: Tensor = own.unwrapped_model().eval()(input_ids=prompt).logits
+        return curve(own), own.evaluate()["eval_loss"], logits
+
+    def of_the_export() -> tuple[dict[str, object], Tensor]:
+        loaded = type(make()).from_pretrained(folder / "exported").eval()
+        fill = {"max_new_tokens": NEW, "pad_token_id": 0}
+        with torch.no_grad():
+            torch.manual_seed(11)
+            texts = {
+                "drawn": loaded.generate(prompt, do_sample=True, **SAMPLED, **fill).tolist(),
+                "greedy": loaded.generate(prompt, do_sample=False, **fill).tolist(),
+            }
+            return texts, loaded(input_ids=prompt).logits
+
     write = partial(trainer.pipeline_generate, prompt, max_new_tokens=NEW)
     torch.manual_seed(11)
     drawn = write(**SAMPLED)  # type: ignore[arg-type]
@@ -115,23 +136,15 @@ def whole_life(
         "drawn": drawn.tolist(),
     }
     trainer.save_model(str(folder / "exported"))
-    loaded = type(make()).from_pretrained(folder / "exported").eval()
-    reference = own.unwrapped_model().eval()
-    fill = {"max_new_tokens": NEW, "pad_token_id": 0}
-    with torch.no_grad():
-        torch.manual_seed(11)
-        expected = {
-            "drawn": loaded.generate(prompt, do_sample=True, **SAMPLED, **fill).tolist(),
-            "greedy": loaded.generate(prompt, do_sample=False, **fill).tolist(),
-        }
-        with trainer.generating():
-            here = trainer.unwrapped_model()(input_ids=prompt).logits
-        there, trained = loaded(input_ids=prompt).logits, reference(input_ids=prompt).logits
+    expected, there = once(env, f"exported, {name}, {schedule}", of_the_export)
+    curve_of_one, score, trained = once(env, name, of_one)
+    with torch.no_grad(), trainer.generating():
+        here = trainer.unwrapped_model()(input_ids=prompt).logits
     names = [name.split(".") for name, _ in trainer.unwrapped_model().named_parameters()]
     blocks = {int(parts[2]) for parts in names if parts[1] in ("layers", "h")}
     return {
-        "curves": [curve(trainer), curve(own)],
-        "eval": [trainer.evaluate()["eval_loss"], own.evaluate()["eval_loss"]],
+        "curves": [curve(trainer), curve_of_one],
+        "eval": [trainer.evaluate()["eval_loss"], score],
         "texts": found,
         "texts of HF": expected,
         "logits": [float((here - there).abs().max()), float((there - trained).abs().max())],
@@ -143,19 +156,25 @@ def packed(env: DistributedEnvInterface, folder: Path, schedule: str) -> object:
     """Rows of two documents, which `position_ids` tell apart."""
     data = {"train": Texts(packed=True), "evaluate": Texts(packed=True)}
     trainer = trainer_of(env, folder, llama, **data, schedule=schedule)  # type: ignore[arg-type]
-    own = alone(env, folder, llama, **data)  # type: ignore[arg-type]
-    other = alone(env, folder / "joined", llama, train=Texts())
-    for each in (trainer, own, other):
-        each.train()
+    trainer.train()
+
+    def of_one() -> tuple[list[object], list[object], float]:
+        own = alone(env, folder, llama, **data)  # type: ignore[arg-type]
+        other = alone(env, folder / "joined", llama, train=Texts())
+        own.train()
+        other.train()
+        return curve(own), curve(other), own.evaluate()["eval_loss"]
+
+    expected, joined, score = once(env, "packed", of_one)
     return {
-        "curves": [curve(trainer), curve(own)],
-        "joined": curve(other),
-        "eval": [trainer.evaluate()["eval_loss"], own.evaluate()["eval_loss"]],
+        "curves": [curve(trainer), expected],
+        "joined": joined,
+        "eval": [trainer.evaluate()["eval_loss"], score],
     }
 
 
 SCENARIOS: dict[str, Scenario] = {
-    f"{name}, {schedule}": partial(whole_life, make=make, schedule=schedule)
-    for name, make in MODELS.items()
+    f"{name}, {schedule}": partial(whole_life, name=name, schedule=schedule)
+    for name in MODELS
     for schedule in ("1f1b", "zbv")
 } | {f"packed, {schedule}": partial(packed, schedule=schedule) for schedule in ("1f1b", "zbv")}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from ranks import Scenario
-from tiny import VOCABULARY, WIDTH, Batches, Block, Tiny, alone, curve, trainer_of
+from tiny import VOCABULARY, WIDTH, Batches, Block, Tiny, alone, curve, once, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -141,13 +141,18 @@ def both(
     **settings: object,
 ) -> object:
     """The curve beside one process; settings are those of the pipeline."""
-    trainers: list[Trainer] = [
-        trainer_of(env, folder, make, train=train(), options=options, **settings),  # type: ignore[arg-type]
-        alone(env, folder, make, train=train(), options=options),
-    ]
-    for trainer in trainers:
+
+    def trained(trainer: Trainer) -> list[object]:
         trainer.train()
-    return {"curves": [curve(trainer) for trainer in trainers]}
+        return curve(trainer)
+
+    here = trained(trainer_of(env, folder, make, train=train(), options=options, **settings))  # type: ignore[arg-type]
+    there = once(
+        env,
+        f"kind, {make}, {options}",
+        lambda: trained(alone(env, folder, make, train=train(), options=options)),
+    )
+    return {"curves": [here, there]}
 
 
 def grouped(env: DistributedEnvInterface, folder: Path) -> object:

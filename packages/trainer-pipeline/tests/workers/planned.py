@@ -86,6 +86,7 @@ def arguments(folder: Path, name: str) -> PipelineTrainingArguments:
     return PipelineTrainingArguments(
         output_dir=str(folder / "run"),
         max_steps=1,
+        check_flops=False,
         per_device_train_batch_size=ROWS,
         gradient_accumulation_steps=accumulation(name),
         pipeline=pipeline,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from ranks import Scenario
-from tiny import Batches, Tiny, alone, curve, trainer_of
+from tiny import Batches, Tiny, alone, curve, once, trainer_of
 from torch import Tensor, nn
 
 from dist_env import DistributedEnvInterface
@@ -42,7 +42,7 @@ class Short(Batches):
 def scored(env: DistributedEnvInterface, folder: Path, **settings: object) -> object:
     """Train and evaluate in between and at the end, with rows of another length than in training."""
     make = partial(Tiny, LAYERS)
-    given: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2}
+    given: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2, "check_flops": True}
     data = {"train": Batches(), "evaluate": Short(), "eval_metrics": METRICS}
     trainer = trainer_of(env, folder, make, **data, **given, **settings)  # type: ignore[arg-type]
     before = trainer.evaluate()
@@ -50,17 +50,22 @@ def scored(env: DistributedEnvInterface, folder: Path, **settings: object) -> ob
     named = trainer.evaluate({"whole": Short(), "short": Short(3)})
     after = [trainer.evaluate(), trainer.evaluate(Short(3))]
     replicas = int(str(settings.get("replicas", 1)))
-    own = alone(env, folder, make, **data, **given, gradient_accumulation_steps=replicas)  # type: ignore[arg-type]
-    expected = [own.evaluate()]
-    own.train()
-    expected += [own.evaluate(), own.evaluate(Short(3))]
+
+    def of_one() -> dict[str, list[object]]:
+        own = alone(env, folder, make, **data, **given, gradient_accumulation_steps=replicas)  # type: ignore[arg-type]
+        expected: list[object] = [own.evaluate()]
+        own.train()
+        expected += [own.evaluate(), own.evaluate(Short(3))]
+        return {"alone": expected, "curve": curve(own), "log alone": list(own.state.log_history)}
+
+    own = once(env, f"scored, {replicas}", of_one)
     return {
         "scores": [before, *after],
         "named": named,
-        "alone": expected,
-        "curves": [curve(trainer), curve(own)],
+        "alone": own["alone"],
+        "curves": [curve(trainer), own["curve"]],
         "log": trainer.state.log_history,
-        "log alone": own.state.log_history,
+        "log alone": own["log alone"],
     }
 
 
@@ -80,9 +85,13 @@ def uneven(env: DistributedEnvInterface, folder: Path, **settings: object) -> ob
     make = partial(Tiny, LAYERS)
     trainer = trainer_of(env, folder, make, train=Ragged(), max_steps=6, **settings)
     trainer.train()
-    own = alone(env, folder, make, train=Ragged(), max_steps=6)
-    own.train()
-    return {"curves": [curve(trainer), curve(own)]}
+
+    def of_one() -> list[object]:
+        own = alone(env, folder, make, train=Ragged(), max_steps=6)
+        own.train()
+        return curve(own)
+
+    return {"curves": [curve(trainer), once(env, "uneven", of_one)]}
 
 
 def frozen_embedding(layers: int) -> nn.Module:
@@ -114,12 +123,17 @@ def partly(env: DistributedEnvInterface, folder: Path, make: object, **settings:
     made = partial(make, LAYERS)  # type: ignore[call-overload]
     trainer = trainer_of(env, folder, made, train=Batches(), **settings)  # type: ignore[arg-type]
     trainer.train()
-    own = alone(env, folder, made, train=Batches())
-    own.train()
+
+    def of_one() -> tuple[list[object], dict[str, Tensor]]:
+        own = alone(env, folder, made, train=Batches())
+        own.train()
+        weights = own.unwrapped_model().named_parameters()
+        return curve(own), {name: weight.detach() for name, weight in weights}
+
+    expected, there = once(env, f"partly, {make}", of_one)
     here = dict(trainer.unwrapped_model().named_parameters())
-    there = dict(own.unwrapped_model().named_parameters())
     return {
-        "curves": [curve(trainer), curve(own)],
+        "curves": [curve(trainer), expected],
         "frozen": [name for name, value in here.items() if not value.requires_grad],
         "differing": [n for n, v in here.items() if not torch.allclose(v, there[n], rtol=1e-4, atol=1e-6)],
         "moved": [n for n, v in here.items() if not v.requires_grad and not torch.equal(v, there[n])],

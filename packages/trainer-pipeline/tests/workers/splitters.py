@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from ranks import Scenario
-from tiny import LONGEST, VOCABULARY, WIDTH, Batches, Block, Tiny, alone, curve, trainer_of
+from tiny import LONGEST, VOCABULARY, WIDTH, Batches, Block, Tiny, alone, curve, once, trainer_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -127,19 +127,28 @@ def trained(env: DistributedEnvInterface, folder: Path, *, tied: bool = False, *
     trainer = trainer_of(env, folder, make, splitter=split, **data, **settings)  # type: ignore[arg-type]
     trainer.train()
     trainer.save_model(str(folder / "exported"))
-    own = alone(env, folder, make, **data)  # type: ignore[arg-type]
-    own.train()
-    loaded = Trainer(
-        TrainingArguments(output_dir=str(folder / f"loaded-{env.rank}"), use_cpu=True),
-        model_init=make,
-        initial_weights=folder / "exported",
-        eval_dataset=Batches(10),
-        distributed_env=StaticDistributedEnvironment(),
-        callbacks=[],
-    )
+
+    def of_one() -> tuple[list[object], float]:
+        own = alone(env, folder, make, **data)  # type: ignore[arg-type]
+        own.train()
+        return curve(own), own.evaluate()["eval_loss"]
+
+    def of_the_export() -> float:
+        loaded = Trainer(
+            TrainingArguments(output_dir=str(folder / "loaded"), use_cpu=True),
+            model_init=make,
+            initial_weights=folder / "exported",
+            eval_dataset=Batches(10),
+            distributed_env=StaticDistributedEnvironment(),
+            callbacks=[],
+        )
+        return loaded.evaluate()["eval_loss"]
+
+    expected, score = once(env, f"split, {tied}", of_one)
+    exported = once(env, f"exported, {folder}", of_the_export)
     return {
-        "curves": [curve(trainer), curve(own)],
-        "eval": [t.evaluate()["eval_loss"] for t in (trainer, loaded, own)],
+        "curves": [curve(trainer), expected],
+        "eval": [trainer.evaluate()["eval_loss"], exported, score],
         "held": [name for name, _ in trainer.unwrapped_model().named_parameters()],
     }
 
@@ -155,9 +164,13 @@ def by_factory(env: DistributedEnvInterface, folder: Path, factory: object, **se
     """A schedule class instead of a name."""
     trainer = trainer_of(env, folder, train=Batches(), factory=factory, **settings)  # type: ignore[arg-type]
     trainer.train()
-    own = alone(env, folder, train=Batches())
-    own.train()
-    return {"curves": [curve(trainer), curve(own)]}
+
+    def of_one() -> list[object]:
+        own = alone(env, folder, train=Batches())
+        own.train()
+        return curve(own)
+
+    return {"curves": [curve(trainer), once(env, "factory", of_one)]}
 
 
 class Late(Tiny):
@@ -174,10 +187,14 @@ def in_another_order(env: DistributedEnvInterface, folder: Path) -> object:
     """The order of calls decides, and not that of registration."""
     trainer = trainer_of(env, folder, Late, train=Batches())
     trainer.train()
-    own = alone(env, folder, Late, train=Batches())
-    own.train()
+
+    def of_one() -> list[object]:
+        own = alone(env, folder, Late, train=Batches())
+        own.train()
+        return curve(own)
+
     names = [name for name, _ in trainer.unwrapped_model().named_parameters()]
-    return {"curves": [curve(trainer), curve(own)], "norm": "norm.weight" in names}
+    return {"curves": [curve(trainer), once(env, "another order", of_one)], "norm": "norm.weight" in names}
 
 
 class Mine(ScheduleGPipe):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from ranks import Scenario
-from tiny import Batches, Tiny, Writing, seeded, trainer_of
+from tiny import Batches, Tiny, Writing, once, seeded, trainer_of
 from torch import nn
 
 from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
@@ -24,6 +24,11 @@ WAYS: dict[str, dict[str, object]] = {
     "all": {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.3},
     "greedy penalty": {"do_sample": False, "repetition_penalty": 3.0},
 }
+
+
+def expected(env: DistributedEnvInterface) -> list[list[int]]:
+    """What one process writes."""
+    return once(env, "written", lambda: written(seeded(partial(Tiny, LAYERS))))
 
 
 @torch.no_grad()
@@ -51,13 +56,13 @@ def greedy(env: DistributedEnvInterface, folder: Path, schedule: str) -> object:
         "made": len(model.made),  # type: ignore[arg-type]
         "nothing": plain.pipeline_generate(prompt, max_new_tokens=0).tolist(),
     }
-    return {**found, "alone": written(seeded(partial(Tiny, LAYERS)))}
+    return {**found, "alone": expected(env)}
 
 
 def endings(env: DistributedEnvInterface, folder: Path) -> object:
     """Texts that end early."""
     trainer = trainer_of(env, folder, partial(Writing, LAYERS))
-    whole = written(seeded(partial(Tiny, LAYERS)))
+    whole = expected(env)
     start = len(PROMPT[0])
     # A token of the first row that other rows do not have as early, and one that ends a single row.
     end = whole[0][start + 3]
@@ -97,8 +102,11 @@ def sampling(env: DistributedEnvInterface, folder: Path) -> object:
     """Draw on ranks whose generators differ, and in one process that has those of rank 0."""
     make = partial(Writing, LAYERS)
     together = sampled(trainer_of(env, folder, make), 5 + env.rank)
-    own = trainer_of(StaticDistributedEnvironment(), folder / f"alone-{env.rank}", make)
-    return {"together": together, "alone": sampled(own, 5)}
+
+    def of_one() -> dict[str, object]:
+        return sampled(trainer_of(StaticDistributedEnvironment(), folder / "alone", make), 5)
+
+    return {"together": together, "alone": once(env, "sampled", of_one)}
 
 
 def state_of(model: nn.Module) -> tuple[list[bool], list[str]]:
@@ -147,7 +155,8 @@ def called_together(env: DistributedEnvInterface, folder: Path) -> object:
     trainer = trainer_of(env, folder, partial(Tiny, LAYERS), schedule="zbv")
     model = trainer.unwrapped_model()
     with trainer.generating():
-        return {"text": written(model), "alone": written(seeded(partial(Tiny, LAYERS)))}
+        text = written(model)
+    return {"text": text, "alone": expected(env)}
 
 
 def refused(env: DistributedEnvInterface, folder: Path, **settings: object) -> object:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dist_env import DistributedEnvInterface, StaticDistributedEnvironment
+from dist_env import DistributedEnvInterface, StaticDistributedEnvironment, broadcast_object
 from trainer_core import EvalMetric, Trainer, TrainingArguments
 from trainer_pipeline import ModelSplitter, PipelineArguments, PipelineTrainer, PipelineTrainingArguments
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LONGEST = 53, 16, 2, 6, 256
 SEED = 7
+T = TypeVar("T")
 
 
 class Cache:
@@ -150,6 +152,7 @@ COMMON: dict[str, object] = {
     "learning_rate": 1e-2,
     "logging_steps": 1,
     "save_strategy": "no",
+    "check_flops": False,  # takes longer than the steps
 }
 
 
@@ -228,6 +231,16 @@ def alone(
         callbacks=[],
         **{"eval_metrics": eval_metrics, **(options or {})},  # type: ignore[arg-type]
     )
+
+
+_KNOWN: dict[str, object] = {}
+
+
+def once(env: DistributedEnvInterface, key: str, compute: Callable[[], T]) -> T:
+    """What rank 0 computes as one process, for every rank and every scenario with this key; collective."""
+    if key not in _KNOWN:
+        _KNOWN[key] = broadcast_object(compute() if env.rank == 0 else None, env)
+    return _KNOWN[key]  # type: ignore[return-value]
 
 
 def curve(trainer: Trainer) -> list[object]:
