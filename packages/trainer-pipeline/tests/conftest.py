@@ -70,13 +70,20 @@ def _read(directory: Path, world: str) -> World:
     return World(notes, end["codes"], end["ended"], told, folder)
 
 
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], World]:
-    """`world("two", "2")`: a world of a launch; processes that test side by side share launches."""
+@pytest.fixture
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], World]:
+    """`world("two", "2")`: a world of a launch; processes that test side by side share launches.
+
+    What only tests marked `full` look at runs in launches of their own.
+    """
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    suffix = "" if request.node.get_closest_marker("full") is None else "-full"
 
     def get(launch: str, name: str) -> World:
+        launch += suffix
         directory = root / f"launch-{launch}"
         directory.mkdir(exist_ok=True)
         with (directory / "lock").open("w") as lock:
@@ -88,7 +95,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Worl
     return get
 
 
-@pytest.fixture(params=["two", "four"], ids="{} ranks".format)
+@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.full)], ids="{} ranks".format)
 def ranks(request: pytest.FixtureRequest, world: Callable[[str, str], World]) -> World:
     """The world of so many ranks."""
     return world(request.param, {"two": "2", "four": "4"}[request.param])

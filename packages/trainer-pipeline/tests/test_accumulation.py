@@ -79,9 +79,9 @@ def test_nothing_is_kept_to_receive_into(world: Callable[..., Any], name: str) -
         ("two", "zbv"),
         ("four", "replicas"),
         ("four", "pp=4"),
-        ("four", "pp=2,dp=2"),
-        ("four", "pp=2,shard=2"),
         ("four", "own parameters"),
+        pytest.param("four", "pp=2,dp=2", marks=pytest.mark.full),
+        pytest.param("four", "pp=2,shard=2", marks=pytest.mark.full),
     ],
 )
 def test_curve_is_that_of_one_process(world: Callable[..., Any], launch: str, name: str) -> None:

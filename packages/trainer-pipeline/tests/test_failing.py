@@ -32,8 +32,14 @@ def check(ended: Any, failed: int, error: str, doing: str) -> None:
     assert ended.codes == [1] * len(ended.codes)
 
 
-@pytest.mark.parametrize("doing", DOING)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("count", "doing"),
+    [
+        *((2, doing) for doing in DOING),
+        (4, "training"),
+        *(pytest.param(4, doing, marks=pytest.mark.full) for doing in DOING[1:]),
+    ],
+)
 def test_every_rank_ends_with_the_error_of_the_stage(
     world: Callable[..., Any], count: int, doing: str
 ) -> None:

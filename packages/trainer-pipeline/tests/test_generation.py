@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 
 PROMPT, NEW, LAYERS = 4, 12, 8
-SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv")
+SCHEDULES = [
+    *(("two", schedule) for schedule in ("1f1b", "interleaved_1f1b", "zbv")),
+    ("four", "zbv"),
+    *(pytest.param("four", schedule, marks=pytest.mark.full) for schedule in ("1f1b", "interleaved_1f1b")),
+]
 WAYS = ("plain", "temperature", "top k", "top p", "penalty", "all", "greedy penalty")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "schedule"), SCHEDULES, indirect=["ranks"])
 def test_the_most_probable_tokens(ranks: Any, schedule: str) -> None:
     for seen in ranks.seen(f"greedy, {schedule}"):
         alone = seen["alone"]
@@ -22,7 +26,7 @@ def test_the_most_probable_tokens(ranks: Any, schedule: str) -> None:
         assert seen["nothing"] == [row[:PROMPT] for row in alone]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "schedule"), SCHEDULES, indirect=["ranks"])
 def test_each_rank_keeps_keys_and_values_of_its_layers(ranks: Any, schedule: str) -> None:
     for seen in ranks.seen(f"greedy, {schedule}"):
         # The last token is never put in.

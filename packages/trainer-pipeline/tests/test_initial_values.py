@@ -15,13 +15,23 @@ WAYS = (
     "drawn, unseeded",
 )
 TIED = ("drawn, tied", "drawn, zbv")
+LEFT = ("drawn, 1f1b", "drawn, unseeded")
+OF_RANKS = pytest.mark.parametrize(
+    ("ranks", "way"),
+    [
+        pytest.param(count, way, marks=pytest.mark.full if count == "four" and way in LEFT else ())
+        for count in ("two", "four")
+        for way in WAYS
+    ],
+    indirect=["ranks"],
+)
 
 
 def blocks_of(names: list[str]) -> set[int]:
     return {int(name.split(".")[1]) for name in names if name.startswith("layers.")}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@OF_RANKS
 def test_values_are_those_of_one_process(ranks: Any, way: str) -> None:
     for seen in ranks.seen(way):
         assert seen["differing"] == []
@@ -31,7 +41,7 @@ def test_values_are_those_of_one_process(ranks: Any, way: str) -> None:
         assert {name for name in seen["buffers"] if name.endswith(".scale")} == scales
 
 
-@pytest.mark.parametrize("way", WAYS)
+@OF_RANKS
 def test_the_ranks_together_have_every_parameter_once(ranks: Any, way: str) -> None:
     held = [name for seen in ranks.seen(way) for name in seen["held"]]
     wanted = list(ranks.seen(way)[0]["whole"])
@@ -41,7 +51,7 @@ def test_the_ranks_together_have_every_parameter_once(ranks: Any, way: str) -> N
     assert ("head.weight" in wanted) == (way not in TIED)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@OF_RANKS
 def test_no_rank_holds_more_than_its_part(ranks: Any, way: str) -> None:
     count = len(ranks.codes)
     for seen in ranks.seen(way):
@@ -53,6 +63,7 @@ def test_no_rank_holds_more_than_its_part(ranks: Any, way: str) -> None:
         assert 0 < seen["numel"] < 1.5 * whole / count
 
 
+@pytest.mark.parametrize("ranks", ["two", "four"], indirect=True)
 def test_layers_lie_as_the_schedule_has_them(ranks: Any) -> None:
     count = len(ranks.codes)
     for rank, seen in enumerate(ranks.seen("drawn, interleaved_1f1b")):

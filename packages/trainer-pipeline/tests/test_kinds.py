@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize("kind", ["tuples", "tuples, zbv", "twisted", "classes", "called again"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("tuples", marks=pytest.mark.full), "tuples, zbv", "twisted", "classes", "called again"],
+)
 def test_curve_is_that_of_one_process(world: Callable[..., Any], kind: str) -> None:
     for seen in world("two", "2").seen(f"kind, {kind}"):
         here, alone = seen["curves"]

@@ -13,6 +13,7 @@ HELD = {
     "interleaved_1f1b": ["embed.weight", "embed.weight"],
     "zbv": ["embed.weight"],
 }
+WAYS = [pytest.param(way, marks=pytest.mark.full if way == "tied" else ()) for way in HELD]
 BLOCKS = ("first", "second", "third", "fourth")
 OF_RANK_0 = {
     "1f1b": {"first", "second"},
@@ -22,7 +23,7 @@ OF_RANK_0 = {
 }
 
 
-@pytest.mark.parametrize("way", HELD)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_model_without_a_row_of_blocks_has_the_curve_of_one_process(
     world: Callable[..., Any], way: str
 ) -> None:
@@ -35,7 +36,7 @@ def test_a_model_without_a_row_of_blocks_has_the_curve_of_one_process(
         assert exported == pytest.approx(one_process, rel=1e-5)
 
 
-@pytest.mark.parametrize("way", HELD)
+@pytest.mark.parametrize("way", WAYS)
 def test_ranks_hold_what_their_stages_have(world: Callable[..., Any], way: str) -> None:
     held = [seen["held"] for seen in world("two", "2").seen(f"split, {way}")]
     everything = [name for names in held for name in names]
@@ -59,7 +60,7 @@ def test_a_parameter_that_is_left_out_is_named(world: Callable[..., Any]) -> Non
         assert "Give it to a stage" in error
 
 
-@pytest.mark.parametrize("way", ["class", "subclass", "partial"])
+@pytest.mark.parametrize("way", ["class", pytest.param("subclass", marks=pytest.mark.full), "partial"])
 def test_a_schedule_class_has_the_curve_of_one_process(world: Callable[..., Any], way: str) -> None:
     for seen in world("two", "2").seen(f"factory, {way}"):
         here, alone = seen["curves"]

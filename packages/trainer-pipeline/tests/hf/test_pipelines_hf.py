@@ -9,19 +9,38 @@ import pytest
 
 PROMPT, NEW = 4, 10
 BLOCKS = {"1f1b": [[0, 1], [2, 3]], "zbv": [[0, 3], [1, 2]]}
-MODELS = ("llama", "llama, tied", "gpt2", "gemma2", "mixtral", "qwen3")
+USUAL = {
+    "llama": "1f1b",
+    "llama, tied": "zbv",
+    "gpt2": "1f1b",
+    "gemma2": "zbv",
+    "mixtral": "1f1b",
+    "qwen3": "zbv",
+    "packed": "zbv",
+}
+"""Schedules that are not left to `full`."""
 
 
-@pytest.fixture(params=BLOCKS)
-def schedule(request: pytest.FixtureRequest) -> str:
-    """The name of a schedule."""
-    return str(request.param)
+def ways(*names: str) -> list[Any]:
+    """Models by schedule."""
+    return [
+        pytest.param(name, schedule, marks=() if USUAL[name] == schedule else pytest.mark.full)
+        for name in names
+        for schedule in BLOCKS
+    ]
 
 
-@pytest.fixture(params=MODELS)
-def lives(request: pytest.FixtureRequest, world: Callable[..., Any], schedule: str) -> list[Any]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test of a life is one of each model."""
+    if "lives" in metafunc.fixturenames:
+        names = [name for name in USUAL if name != "packed"]
+        metafunc.parametrize(("model", "schedule"), ways(*names))
+
+
+@pytest.fixture
+def lives(world: Callable[..., Any], model: str, schedule: str) -> list[Any]:
     """What each rank saw of a model."""
-    found: list[Any] = world("hf", "2").seen(f"{request.param}, {schedule}")
+    found: list[Any] = world("hf", "2").seen(f"{model}, {schedule}")
     assert [seen for seen in found if "error" in seen] == []
     return found
 
@@ -56,8 +75,11 @@ def test_the_exported_directory_is_the_model(lives: list[Any]) -> None:
         assert from_one_process < 1e-3
 
 
-def test_every_stage_is_given_the_positions_of_packed_rows(world: Callable[..., Any], schedule: str) -> None:
-    for seen in world("hf", "2").seen(f"packed, {schedule}"):
+@pytest.mark.parametrize(("name", "schedule"), ways("packed"))
+def test_every_stage_is_given_the_positions_of_packed_rows(
+    world: Callable[..., Any], name: str, schedule: str
+) -> None:
+    for seen in world("hf", "2").seen(f"{name}, {schedule}"):
         here, alone = seen["curves"]
         assert here == pytest.approx(alone, rel=1e-5)
         assert seen["eval"][0] == pytest.approx(seen["eval"][1], rel=1e-5)

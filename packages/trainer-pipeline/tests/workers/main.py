@@ -1,4 +1,7 @@
-"""Runs the worlds of a launch: `main.py LAUNCH DIRECTORY`."""
+"""Runs the worlds of a launch: `main.py LAUNCH DIRECTORY`.
+
+`LAUNCH-full` is the part of it that only tests marked `full` look at.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +65,59 @@ LAUNCHES: dict[str, Callable[[], Worlds]] = {
 }
 
 
+LEFT = {
+    "two": {
+        "scored, zbv",
+        "uneven, zbv",
+        "frozen_embedding, gpipe",
+        "frozen_embedding, interleaved_1f1b",
+        "frozen_beginning, interleaved_1f1b",
+        "frozen_end, zbv",
+        "split, tied",
+        "factory, subclass",
+        "kind, tuples",
+    },
+    "four": {
+        "drawn, 1f1b",
+        "drawn, unseeded",
+        "generators",
+        "greedy, 1f1b",
+        "greedy, interleaved_1f1b",
+        "endings",
+        "sampling",
+        "undisturbed",
+        "called together",
+        "refused, temperature",
+        "refused, tokens",
+        "refused, prompt",
+        "scored, 1f1b",
+        "uneven, 1f1b",
+        "trained, pp=2,dp=2",
+        "trained, pp=2,shard=2",
+    },
+    "failing": {"4, evaluating", "4, generating"},
+    "hf": {
+        "llama, zbv",
+        "llama, tied, 1f1b",
+        "gpt2, zbv",
+        "gemma2, 1f1b",
+        "mixtral, zbv",
+        "qwen3, 1f1b",
+        "packed, 1f1b",
+    },
+}
+"""Scenarios, or worlds, that only tests marked `full` look at."""
+
+
 def main(launch: str, directory: Path) -> None:
     """Run the worlds one after the other."""
-    for name, (world_size, scenarios) in LAUNCHES[launch]().items():
-        run_world(world_size, directory / name, scenarios)
+    usual = launch.removesuffix("-full")
+    is_left = launch != usual
+    for name, (world_size, scenarios) in LAUNCHES[usual]().items():
+        left = LEFT[usual]
+        chosen = {s: run for s, run in scenarios.items() if (s in left or name in left) == is_left}
+        if chosen:
+            run_world(world_size, directory / name, chosen)
 
 
 if __name__ == "__main__":
