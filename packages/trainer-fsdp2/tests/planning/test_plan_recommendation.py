@@ -11,16 +11,30 @@ from torch import nn
 
 from dist_env import ParallelLayout
 from trainer_core import ConfigurationError
-from trainer_fsdp2 import FSDP2TrainingArguments, Recommendation, plan, recommend
+from trainer_fsdp2 import FSDP2TrainingArguments, MemoryPlan, Recommendation, plan, recommend
 
 Settings = Callable[..., FSDP2TrainingArguments]
 Model = Callable[..., nn.Module]
 GIB = 2**30
+_PLANS: dict[str, MemoryPlan] = {}
 
 
 @pytest.fixture
-def recommended(tiny: Model, settings: Settings) -> Callable[..., Recommendation]:
-    """`recommended(80, gpus=16)`: for 3 layers of width 4096, 0.6 billion parameters."""
+def recommended(
+    tiny: Model, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Recommendation]:
+    """`recommended(80, gpus=16)`: for 3 layers of width 4096, 0.6 billion parameters.
+
+    All ask for the same model, whose plans do not depend on the memory: each is made once.
+    """
+
+    def once(model: object, args: object, **more: Any) -> MemoryPlan:
+        key = repr((args, sorted(more.items())))
+        if key not in _PLANS:
+            _PLANS[key] = plan(model, args, **more)  # type: ignore[arg-type]
+        return _PLANS[key]
+
+    monkeypatch.setattr("trainer_fsdp2.planning.plan", once)
 
     def ask(memory: float, *, gpus: int = 16, length: int = 2048, **given: Any) -> Recommendation:
         args = settings(**{"per_device_train_batch_size": 4, "param_dtype": "bfloat16", **given})

@@ -22,6 +22,7 @@ SETTINGS = {
     "learning_rate": 1e-2,
     "logging_steps": 1,
     "save_steps": STOP,
+    "check_flops": False,
     "fp8_recipe": "tensorwise",
     "fp8_emulate": True,
     "lr_scheduler_type": "constant",

@@ -19,14 +19,14 @@ from model_parallel import CausalAttention
 from trainer_core import ConfigurationError, DataParallelArguments, Trainer, TrainingArguments
 
 
-def compiled(env: DistributedEnvInterface, folder: Path, scope: str, layers: int) -> dict[str, object]:
+def compiled(env: DistributedEnvInterface, folder: Path, scope: str) -> dict[str, object]:
     """What torch compiles in a run."""
     torch._dynamo.reset()
     counters.clear()
     trainer = trainer_of(
         env,
         folder,
-        partial(Tiny, layers),
+        partial(Tiny, 3),
         train=Batches(),
         torch_compile=True,
         torch_compile_backend="aot_eager",
@@ -46,14 +46,13 @@ def compiled(env: DistributedEnvInterface, folder: Path, scope: str, layers: int
 
 
 def compiling(env: DistributedEnvInterface, folder: Path) -> object:
-    """The model as a whole; two blocks and five."""
-    eager = trainer_of(env, folder / "eager", train=Batches())
+    """The model as a whole, and its blocks."""
+    eager = trainer_of(env, folder / "eager", partial(Tiny, 3), train=Batches())
     eager.train()
     return {
         "eager": losses(eager),
-        "model": compiled(env, folder / "model", "model", 2),
-        "2 blocks": compiled(env, folder / "2", "blocks", 2),
-        "5 blocks": compiled(env, folder / "5", "blocks", 5),
+        "model": compiled(env, folder / "model", "model"),
+        "blocks": compiled(env, folder / "blocks", "blocks"),
     }
 
 
@@ -156,6 +155,7 @@ def divided(env: DistributedEnvInterface, folder: Path) -> object:
             "learning_rate": 1e-2,
             "logging_steps": 1,
             "save_strategy": "no",
+            "check_flops": False,
         }
         args = DataParallelArguments(mesh=mesh, **given) if mesh else TrainingArguments(**given)  # type: ignore[arg-type]
         trainer = Trainer(

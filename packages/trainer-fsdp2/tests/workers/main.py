@@ -23,8 +23,12 @@ LAUNCHES: dict[str, dict[str, tuple[int, dict[str, Scenario]]]] = {
     "four": {
         memory.SAVING: (4, memory.SCENARIOS),
         "4, resumed": (4, memory.RESUMED),
-        "4, resumed on meta": (4, memory.RESUMED_ON_META),
         "4, refused": (4, refusals.OF_MESH | {"accumulating": steps.accumulating}),
+    },
+    # Only a test marked `full` asks for it.
+    "meta": {
+        memory.SAVING: (4, {"saved": memory.saved}),
+        "4, resumed on meta": (4, memory.RESUMED_ON_META),
     },
 }
 

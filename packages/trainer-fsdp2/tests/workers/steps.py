@@ -140,7 +140,8 @@ def evaluating(env: DistributedEnvInterface, folder: Path) -> object:
 
 def work(env: DistributedEnvInterface, folder: Path) -> object:
     """What blocks that are computed again are logged to cost."""
-    trainer = trainer_of(env, folder, train=Batches(), gradient_checkpointing=True, peak_hardware_flops=1e9)
+    settings = {"gradient_checkpointing": True, "check_flops": True, "peak_hardware_flops": 1e9}
+    trainer = trainer_of(env, folder, train=Batches(), **settings)  # type: ignore[arg-type]
     trainer.train()
     keys = ("flos", "hardware_flos", "peak_flops")
     return [[entry[key] for key in keys] for entry in trainer.state.log_history if "loss" in entry]

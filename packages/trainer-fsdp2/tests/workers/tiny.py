@@ -110,6 +110,7 @@ def trainer_of(
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "save_strategy": "no",
+        "check_flops": False,  # takes longer than the steps
         "fsdp2": FSDP2Arguments(**fsdp2),  # type: ignore[arg-type]
         **settings,
     }

@@ -102,6 +102,7 @@ def peak_settings(folder: Path, case: str) -> FSDP2TrainingArguments:
         max_steps=1,
         per_device_train_batch_size=2,
         save_strategy="no",
+        check_flops=False,
         use_cpu=True,
         **PEAKS[case],  # type: ignore[arg-type]
     )
