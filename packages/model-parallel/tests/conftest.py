@@ -28,7 +28,8 @@ def clean_environ() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def imported() -> list[str]:
     """What the workers have imported when they start."""
-    return ["torch.distributed.tensor", "torch.distributed.fsdp", "dist_env", "model_parallel"]
+    compiling = ["torch._dynamo", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd"]
+    return ["torch.distributed.tensor", "torch.distributed.fsdp", *compiling, "dist_env", "model_parallel"]
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
         "mask": 128,
     },
 }
+# What two ranks do by default; three ranks do everything.
+FEW = ("plain", "contiguous", "documents, a length that nothing divides", "ring", "ring, documents")
 # Compiled on each rank, for seconds.
 COMPILED = {
     "flex, ring, documents": {
@@ -59,7 +61,8 @@ def noted(
 
 @pytest.fixture(scope="module")
 def notes(launch: Callable[..., list[Any]]) -> dict[str, list[dict[str, Any]]]:
-    return noted(launch, CASES, 2, 3) | noted(launch, COMPILED, 2)
+    few, all_cases = noted(launch, {name: CASES[name] for name in FEW}, 2), noted(launch, CASES, 3)
+    return {name: few.get(name, []) + ranks for name, ranks in all_cases.items()} | noted(launch, COMPILED, 2)
 
 
 @pytest.mark.parametrize("name", [*CASES, *COMPILED])
@@ -76,6 +79,14 @@ def test_logits_of_a_document_are_those_of_it_alone(
 ) -> None:
     for found in notes[name]:
         assert found["alone"] < 1e-5, found
+
+
+@pytest.mark.full
+def test_two_ranks_have_the_curve_of_one_process_in_every_way(launch: Callable[..., list[Any]]) -> None:
+    for name, ranks in noted(launch, {name: CASES[name] for name in CASES if name not in FEW}, 2).items():
+        test_the_curve_is_that_of_one_process({name: ranks}, name)
+        if "documents" in name:
+            test_logits_of_a_document_are_those_of_it_alone({name: ranks}, name)
 
 
 @pytest.mark.full
