@@ -1,6 +1,6 @@
 """Ranks that evaluate: data that rank 0 reads for all, and shards of their own, however unequal.
 
-Each rank also scores the same batches alone, by `Trainer`, and writes down both.
+Rank 0 also scores the same batches alone, by `Trainer`, and writes down both.
 """
 
 from __future__ import annotations
@@ -122,8 +122,10 @@ def evaluate(env: DistributedEnvInterface, data: object, **options: object) -> d
     return {"found": found, "again": again, "seen": seen}
 
 
-def alone(data: object, **options: object) -> dict[str, object]:
-    """What one process finds, which counts every example once."""
+def alone(env: DistributedEnvInterface, data: object, **options: object) -> dict[str, object]:
+    """What one process finds, which counts every example once; on rank 0 only."""
+    if env.rank:
+        return {}
     numbers = MeanNumber()
     torch.manual_seed(5)
     trainer = Trainer(
@@ -196,7 +198,7 @@ def score(env: DistributedEnvInterface) -> dict[str, object]:
     rank, ranks = env.rank, env.world_size
     for count in range(1, len(SIZES) + 1):
         batches = whole(count)
-        expected = alone(Batches(batches))
+        expected = alone(env, Batches(batches))
         dispatched = Batches(batches) if rank == 0 else Untouchable()
         notes[f"{count} dispatched"] = [expected, evaluate(env, dispatched)]
         notes[f"{count} own"] = [expected, evaluate(env, Batches(batches[rank::ranks]), **own)]
@@ -204,12 +206,12 @@ def score(env: DistributedEnvInterface) -> dict[str, object]:
         notes[f"{count} lopsided"] = [expected, evaluate(env, lopsided, **own)]
     shard = shard_for_evaluation(Examples(), rank, ranks)
     sizes = {"per_device_eval_batch_size": SHARD_SIZE}
-    notes["dataset"] = [alone(Examples(), **sizes), evaluate(env, shard, **sizes, **own)]
+    notes["dataset"] = [alone(env, Examples(), **sizes), evaluate(env, shard, **sizes, **own)]
     notes["nothing"] = [refused(env), refused(env, **own)]
     notes["without"] = without_an_example(env, **own)
     notes["named"] = [named(env), named(env, **own)]
     notes["in training"] = [
-        eval_losses(StaticDistributedEnvironment(), ranks),
+        [] if rank else eval_losses(StaticDistributedEnvironment(), ranks),
         eval_losses(env, 1),
         eval_losses(env, 1, dispatch_eval_batches=False),
     ]

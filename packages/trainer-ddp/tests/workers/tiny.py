@@ -81,6 +81,7 @@ def settings(output_dir: str, **more: object) -> dict[str, object]:
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "save_strategy": "no",
+        "check_flops": False,  # takes longer than the steps
         **more,
     }
 
