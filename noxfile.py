@@ -6,7 +6,7 @@ runs everything, and `FULL_TESTS=1 uv run nox -s NAME` all of one session.
 Each session has an environment of its own. A `tests-<package>` session holds that package and what it
 declares, and nothing else, so an import of something undeclared fails there.
 
-Four sessions run at a time, on two cores, as they install things and wait for lost ranks; what one of them
+Five sessions run at a time, on two cores, as they install things and wait for lost ranks; what one of them
 says comes when it has ended. Within a session tests run one after another, for a second process would import
 and collect everything once more. A session alone is faster with two (`-- -n 2`).
 """
@@ -26,7 +26,7 @@ import nox
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
-nox.options.parallel = 4
+nox.options.parallel = 5
 nox.options.allow_parallel = True
 
 ROOT = Path(__file__).parent
@@ -70,7 +70,7 @@ LONGEST = (
     *("llama-pretrain", "trainer-core", "dist-env", "perf-metrics", "checkpoint-core"),
     *("dataloader-dispatch", "trainer-fsdp2", "trainer-pipeline"),
 )
-# Not in the session `extras`: what these hold our programs against changes only with the pins.
+# Not in the sessions `extras` and `stores`: what these hold our programs against changes only with the pins.
 LEFT_TO_FULL = {
     *("tests-llama-pretrain-bench", "tests-llama-pretrain-lm_eval"),
     *("tests-trainer-core-mlflow", "tests-trainer-core-wandb", "tests-trainer-pipeline-quant"),
@@ -207,12 +207,27 @@ def guides(session: nox.Session) -> None:
 @nox.session(python=PYTHONS, default=not FULL)
 def extras(session: nox.Session) -> None:
     """Run the tests of extras in one environment with all of them; `full` gives each one of its own."""
-    chosen = {
+    run_extras(session, {each: folder for each, folder in chosen_extras().items() if each[1] != "remote"})
+
+
+@nox.session(python=PYTHONS, default=not FULL)
+def stores(session: nox.Session) -> None:
+    """Run the tests of extras with servers of object stores; much of their time they wait."""
+    run_extras(session, {each: folder for each, folder in chosen_extras().items() if each[1] == "remote"})
+
+
+def chosen_extras() -> dict[tuple[str, str], str]:
+    """Return {(package, extra): folder} of what the two sessions above run."""
+    return {
         (package, extra): folder
         for package in PACKAGES
         for extra, folder in extra_tests(package).items()
         if f"tests-{package}-{extra}" not in LEFT_TO_FULL | BY_ITSELF
     }
+
+
+def run_extras(session: nox.Session, chosen: dict[tuple[str, str], str]) -> None:
+    """Run tests of extras in an environment with all of them."""
     groups = [f"packages/{package}/pyproject.toml:test" for package in PACKAGES]
     groups += [
         f"packages/{package}/pyproject.toml:{extra}"
@@ -239,6 +254,18 @@ def add_package_session(package: str) -> None:
 
 for _package in sorted(PACKAGES, key=lambda name: (*LONGEST, name).index(name)):
     add_package_session(_package)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of all packages, strictly, and the READMEs' and pages' programs as their users do."""
+    install_everything(session, "types")
+    examples = Path(session.create_tmp()) / "examples"
+    shutil.rmtree(examples, ignore_errors=True)
+    session.run("python", "tests/types/example_programs.py", str(examples))
+    session.run("mypy", "--strict", *(f"packages/{package}/src" for package in PACKAGES), str(examples))
+    # It would ask whether there is a newer one.
+    session.run("pyright", "-p", str(examples), env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})
 
 
 @nox.session
@@ -323,18 +350,6 @@ def without_torch(session: nox.Session) -> None:
     session.install("--reinstall-package", "perf-metrics", f"./{here}[{chosen}]", "--group", "test")
     session.run("python", "-c", NO_TORCH)
     session.run(*PYTEST, f"{here}/tests/without_torch", *session.posargs, env=ENV)
-
-
-@nox.session
-def types(session: nox.Session) -> None:
-    """Check the types of all packages, strictly, and the READMEs' and pages' programs as their users do."""
-    install_everything(session, "types")
-    examples = Path(session.create_tmp()) / "examples"
-    shutil.rmtree(examples, ignore_errors=True)
-    session.run("python", "tests/types/example_programs.py", str(examples))
-    session.run("mypy", "--strict", *(f"packages/{package}/src" for package in PACKAGES), str(examples))
-    # It would ask whether there is a newer one.
-    session.run("pyright", "-p", str(examples), env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})
 
 
 @nox.session
