@@ -270,13 +270,8 @@ def by_hand() -> list[str]:
     return found
 
 
-def by_hand_and_nowhere_else() -> list[object]:
-    """The script trains and meets by c10d; the doctor meets at a fixed address, and starts sooner."""
-    *training, doctor = by_hand()
-    return [doctor, *(pytest.param(command, marks=pytest.mark.full) for command in training)]
-
-
-@pytest.mark.parametrize("command", by_hand_and_nowhere_else())
+@pytest.mark.full
+@pytest.mark.parametrize("command", by_hand())
 def test_the_commands_of_the_page_start_two_nodes(command: str, job: Job) -> None:
     port = str(free_port())
     for there, here in {

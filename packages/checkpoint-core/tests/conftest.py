@@ -134,7 +134,15 @@ def run_worker(
     # A safe path does not hold the script's folder, where some workers have further modules.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
     # What the workers would import: theirs are processes that fork ranks.
-    warm = WarmStart(["torch._dynamo", "torch.distributed.fsdp", "checkpoint_core.manager"], environ)
+    warm = WarmStart(
+        [
+            "torch._dynamo",
+            "torch.distributed.fsdp",
+            "torch.distributed.checkpoint",
+            "checkpoint_core.manager",
+        ],
+        environ,
+    )
 
     def run(
         script: str | Path, *arguments: object, timeout: float = 600

@@ -16,11 +16,11 @@ EXAMPLE = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL
 Python = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_two_ranks_print_what_one_process_prints(tmp_path: Path, python: Python, alone: Python) -> None:
+def test_two_ranks_print_what_one_process_prints(tmp_path: Path, alone: Python) -> None:
     script = tmp_path / "train.py"
     script.write_text(EXAMPLE.replace("model = torch", "torch.manual_seed(0)\nmodel = torch"))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = [alone(script), python(*launcher, script)]
+    done = [alone(script), alone(*launcher, script)]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
     one, two = ([float(line) for line in each.stdout.split()] for each in done)
     assert len(one) == 10

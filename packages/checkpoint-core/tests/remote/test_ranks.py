@@ -127,6 +127,7 @@ def test_a_bucket_that_is_full_for_one_rank(two_ranks, small_weed) -> None:
         assert (each["loaded"], each["values"], each["whole"]) == (1, [1.0], 1)
 
 
+@pytest.mark.full
 def test_a_resume_peaks_at_the_shard(
     run_worker: Callable[..., Worked], weed, s3: str, tmp_path: Path
 ) -> None:

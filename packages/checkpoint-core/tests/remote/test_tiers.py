@@ -596,6 +596,7 @@ except KeyboardInterrupt:
     assert steps(s3) == [1]
 
 
+@pytest.mark.full
 def test_memory_stays_bounded(
     run_worker: Callable[..., Worked], weed, run: Path, s3: str, tmp_path: Path
 ) -> None:

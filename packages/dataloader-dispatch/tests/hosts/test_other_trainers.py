@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,12 +171,8 @@ def test_accelerate_does_not_divide_a_second_time(launch: Launch, how: str, what
     assert launch(2, "accelerate_two.py", how, what).count("refused") == (1 if how == "dispatch" else 2)
 
 
-def test_accelerate_leaves_a_stream_loader_as_it_is() -> None:
-    """Under torchrun, as its users start it."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(WORKERS / "accelerate_two.py"), "as-it-is"]
-    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_accelerate_leaves_a_stream_loader_as_it_is(launch: Launch) -> None:
+    launch(2, "accelerate_two.py", "as-it-is")
 
 
 def stream(**settings: Any) -> StreamLoader:

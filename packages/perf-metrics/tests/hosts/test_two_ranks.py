@@ -18,6 +18,7 @@ MODULES = (
 )
 
 
+@pytest.mark.full
 def test_two_ranks_under_both_trainers(tmp_path: Path) -> None:
     port = str(free_port())
     environ = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}

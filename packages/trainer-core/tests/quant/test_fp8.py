@@ -114,6 +114,7 @@ def test_alignment_0_converts_all_but_the_output_layer(lab: Any) -> None:
     assert type(model.lm_head) is nn.Linear
 
 
+@pytest.mark.full
 def test_compiled_model_trains(lab: Any) -> None:
     args = lab.settings(fp8_recipe="rowwise", fp8_emulate=True, torch_compile=True)
     eager, compiled = lab.model(), lab.model()

@@ -128,6 +128,7 @@ def test_model_without_storage_is_prepared(lab: Any) -> None:
     assert model.lm_head.weight is model.embed.weight
 
 
+@pytest.mark.full
 def test_compiled_model_trains(lab: Any) -> None:
     args = lab.settings(qat_recipe="int8-dynamic-act-int4-weight")
     eager, compiled = lab.model(), lab.model()
