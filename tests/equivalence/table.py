@@ -22,7 +22,7 @@ from pathlib import Path
 # Before torch is imported: sums do not depend on the machine's cores then.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not __package__:
-    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tools")]
 
 from equivalence.case import Case
 from equivalence.cases import CASES

@@ -3,7 +3,7 @@
 A process takes more than a second of a core to import torch, and tests of several ranks start hundreds. A
 process that has imported it, and has no threads yet, forks one for each script instead. A script sees what it
 would see otherwise: its own arguments, environment, standard streams and `__main__`; only what happens while
-torch is imported has happened before.
+torch is imported has happened before, and at its end modules are not taken apart.
 """
 
 from __future__ import annotations

@@ -269,6 +269,7 @@ def send_signals(directory: Path, name: str, child: int, signals: tuple[int, ...
 
 def main(directory: Path) -> None:
     children: dict[str, int] = {}
+    os.environ["TAKE_APART"] = "1"  # what `warm_server.py` would spare them
     # A child that looks for garbage in what is there now, as at its end, would copy all of its pages.
     gc.freeze()
     for scenario in SCENARIOS:
