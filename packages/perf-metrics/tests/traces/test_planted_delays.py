@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_start import WarmStart
 
 from perf_metrics import TraceBreakdown, largest_loss, losses_of, read_breakdown
 
@@ -28,22 +27,23 @@ def ways(delay: str, *among: str) -> pytest.MarkDecorator:
 
 
 def launch(size: int, folder: Path, scenarios: list[str]) -> Path:
-    command = [sys.executable, str(WORKER)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(folder), *scenarios],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    modules = ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.profiler", "torch._dynamo"]
+    warm = WarmStart(modules, environ)
     try:
-        told = [process.communicate(timeout=120)[1] for process in processes]
+        processes = [
+            warm.start(
+                [str(WORKER), str(rank), str(size), str(folder), *scenarios],
+                environ,
+                folder / f"out-{rank}",
+                folder / f"err-{rank}",
+            )
+            for rank in range(size)
+        ]
+        codes = [process.wait(120) for process in processes]
     finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(told)
+        warm.close()
+    assert codes == [0] * size, "\n".join((folder / f"err-{rank}").read_text() for rank in range(size))
     return folder
 
 
