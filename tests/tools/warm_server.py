@@ -15,8 +15,8 @@ import socket
 import sys
 from typing import Any
 
-# The exit code of a script whose end has come; None if the interpreter has to find it.
-_code: int | None = 0
+# The exit code of a script that has come to its end; None where the interpreter has to find it.
+_code: int | None = None
 
 
 def main(descriptor: int, modules: list[str]) -> None:
@@ -45,14 +45,10 @@ def _run(words: list[str]) -> None:
         else:
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as stop:
-        _code = 0 if stop.code is None else stop.code if isinstance(stop.code, int) else 1
+        if stop.code is None or isinstance(stop.code, int):
+            _code = stop.code or 0
         raise
-    except Exception:
-        _code = 1
-        raise
-    except BaseException:
-        _code = None
-        raise
+    _code = 0
 
 
 def _end_at_once() -> None:

@@ -19,6 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ports import free_port
+
 _SERVER = Path(__file__).with_name("warm_server.py")
 
 
@@ -86,6 +88,38 @@ class WarmStart:
         if "ended" in message:
             self._codes[message["ended"]] = message["code"]
         return message
+
+
+def run_ranks(
+    count: int, words: Sequence[str], modules: Sequence[str], folder: Path, timeout: float = 300.0
+) -> None:
+    """Run a script on ranks with the variables of torchrun, and fail with what they said if one fails.
+
+    Args:
+        count: How many ranks.
+        words: The script and its arguments.
+        modules: What the process that forks them imports.
+        folder: Where `out-<rank>` and `err-<rank>` are written.
+        timeout: Seconds that each may take.
+    """
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    environ = os.environ | job | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    warm = WarmStart(modules, environ)
+    try:
+        ranks = [
+            warm.start(
+                words,
+                environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                folder / f"out-{rank}",
+                folder / f"err-{rank}",
+            )
+            for rank in range(count)
+        ]
+        codes = [rank.wait(timeout) for rank in ranks]
+    finally:
+        warm.close()
+    said = "".join((folder / f"err-{rank}").read_text() for rank in range(count))
+    assert codes == [0] * count, said
 
 
 class WarmProcess:

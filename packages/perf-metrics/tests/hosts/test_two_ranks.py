@@ -1,12 +1,10 @@
 """Both trainers on two ranks: counts are of both, and one of them writes."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from ports import free_port
-from warm_start import WarmStart
+from warm_start import run_ranks
 
 WORKER = Path(__file__).parent / "workers" / "two_ranks.py"
 # Imported once for both ranks, which takes longer than what they do.
@@ -20,24 +18,7 @@ MODULES = (
 
 @pytest.mark.full
 def test_two_ranks_under_both_trainers(tmp_path: Path) -> None:
-    port = str(free_port())
-    environ = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    warm = WarmStart(MODULES, environ)
-    try:
-        processes = [
-            warm.start(
-                [str(WORKER), str(tmp_path)],
-                environ | {"RANK": rank, "LOCAL_RANK": rank},
-                tmp_path / f"out-{rank}",
-                tmp_path / f"err-{rank}",
-            )
-            for rank in "01"
-        ]
-        codes = [process.wait(300) for process in processes]
-    finally:
-        warm.close()
-    assert codes == [0, 0], "".join((tmp_path / f"err-{rank}").read_text() for rank in "01")
+    run_ranks(2, [str(WORKER), str(tmp_path)], MODULES, tmp_path)
     for host in ("transformers", "lightning"):
         entries = json.loads((tmp_path / host / "trainer_logs.json").read_text())
         records = [entry for entry in entries if "loss" in entry]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ports import free_port
-from warm_start import WarmStart
+from warm_start import run_ranks
 
 from trainer_core import ConfigurationError, Trainer, TrainingArguments
 from trainer_fsdp2 import FSDP2Arguments, FSDP2TrainingArguments
@@ -33,23 +31,8 @@ def worker() -> ModuleType:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks have left."""
     directory = tmp_path_factory.mktemp("fp8")
-    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    environ = os.environ | job | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    warm = WarmStart(["trainer_fsdp2", "torchao.float8", "torch._dynamo"], environ)
-    try:
-        ranks = [
-            warm.start(
-                [str(WORKER), str(directory)],
-                environ | {"RANK": rank, "LOCAL_RANK": rank},
-                directory / f"out-{rank}",
-                directory / f"err-{rank}",
-            )
-            for rank in "01"
-        ]
-        codes = [rank.wait(300) for rank in ranks]
-    finally:
-        warm.close()
-    assert codes == [0, 0], "".join((directory / f"err-{rank}").read_text() for rank in "01")
+    modules = ["trainer_fsdp2", "torchao.float8", "torch._dynamo"]
+    run_ranks(2, [str(WORKER), str(directory)], modules, directory)
     return directory
 
 
