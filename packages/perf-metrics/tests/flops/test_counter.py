@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -304,6 +306,32 @@ def test_generators_stay_where_they_are() -> None:
     count_flops(model, LENGTH)
     after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert before == after
+
+
+def test_layers_that_are_alike_are_asked_once() -> None:
+    class Calls(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.seen[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    def layers(*widths: int) -> nn.Module:
+        pairs = [(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 4)) for width in widths]
+        return nn.Sequential(*(module for pair in pairs for module in pair))
+
+    def counted(model: nn.Module, calls: Calls) -> float:
+        with calls:
+            return count_flops(model, inputs={"input": torch.zeros(3, 4, requires_grad=True)}).model
+
+    alike, unlike = Calls(), Calls()
+    assert counted(layers(*[8] * 12), alike) == 12 * counted(layers(8), Calls())
+    # A product of one width does not stand for that of another.
+    assert counted(layers(*range(8, 16)), unlike) == sum(counted(layers(n), Calls()) for n in range(8, 16))
+    assert alike.seen["aten.gelu.default"] == alike.seen["aten.gelu_backward.default"] == 1
+    assert unlike.seen["aten.gelu.default"] == unlike.seen["aten.gelu_backward.default"] == 8
 
 
 def test_what_is_recomputed_at_another_length() -> None:

@@ -45,6 +45,7 @@ def attention_operators() -> frozenset[object]:
     return frozenset(named)
 
 
+@cache
 def is_backward_of_attention(operator: object) -> bool:
     """Whether an operator is the backward of fused attention, scores computed again included."""
     return operator in attention_operators() and "backward" in str(operator)
@@ -108,6 +109,53 @@ def _convolution_backward(
     places = prod((source if transposed else grad)[2:])
     forward = 2.0 * grad[0] * places * prod(weight)
     return forward * sum(output_mask[:2])
+
+
+class _Results:
+    """What operators return where tensors have no values: shape, strides and type.
+
+    Torch finds these out in Python for many operators, a norm takes it milliseconds, and the layers of a
+    model are alike: what was called with the same shapes before is not asked again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[tuple[Shape, Shape, torch.dtype], ...]] = {}
+        self._makes_new: dict[object, bool] = {}
+
+    def of(self, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return what an operator would return."""
+        try:
+            call = (func, _described(args), _described(tuple(kwargs.items())))
+            known = self._known.get(call)
+        except TypeError:  # an argument without a hash
+            return func(*args, **kwargs)
+        if known is not None:
+            made = [torch.empty_strided(*each, dtype=dtype, device="meta") for *each, dtype in known]
+            return tuple(made) if len(made) > 1 else made[0]
+        result = func(*args, **kwargs)
+        if self._returns_new_tensors(func):
+            found = result if isinstance(result, tuple) else (result,)
+            if all(type(each) is Tensor and each.is_meta and each.layout is torch.strided for each in found):
+                self._known[call] = tuple((each.shape, each.stride(), each.dtype) for each in found)
+        return result
+
+    def _returns_new_tensors(self, func: torch._ops.OpOverload) -> bool:
+        """Whether an operator of torch changes no argument, and returns tensors that are views of none."""
+        if func not in self._makes_new:
+            # Private in torch 2.11 to 2.13: an operator's schema, which tells what it changes and returns.
+            values = (*func._schema.arguments, *func._schema.returns)
+            self._makes_new[func] = func.namespace == "aten" and all(not each.alias_info for each in values)
+        return self._makes_new[func]
+
+
+def _described(value: object) -> object:
+    """Of an argument, what a result without values depends on."""
+    if isinstance(value, Tensor):
+        strides = value.stride() if value.layout is torch.strided else None
+        return type(value), value.shape, strides, value.dtype, value.device
+    if isinstance(value, tuple | list):
+        return tuple(_described(each) for each in value)
+    return type(value), value
 
 
 Sort: TypeAlias = Literal["attention", "batched", "convolution", "product"]
@@ -200,6 +248,8 @@ class OperatorWatch(TorchDispatchMode):
         self._calls = calls
         held = () if original is None else (*original.parameters(), *original.buffers())
         self._is_copy = original is not None
+        self._results = _Results()
+        self._undivided: set[object] = {torch.ops.prim.device.default}
         self._foreign = {id(tensor) for tensor in held}
         self._last_node = -1
         self._makers: dict[int, Place] = {}
@@ -220,14 +270,14 @@ class OperatorWatch(TorchDispatchMode):
         """Run the operator, and record it if it has a formula."""
         if self._is_copy:
             self._refuse_foreign(args)
+        kwargs = kwargs or {}
         operator = getattr(func, "overloadpacket", func)
         formula = formulas().get(operator)
-        if formula is None:
-            if (parts := self._decomposed(func, args, kwargs or {})) is not NotImplemented:
-                return parts
-            return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        self._add(operator, formula(*args, **(kwargs or {}), out_val=result))
+        if formula is None and (parts := self._decomposed(func, args, kwargs)) is not NotImplemented:
+            return parts
+        result = self._results.of(func, args, kwargs) if self._is_copy else func(*args, **kwargs)
+        if formula is not None:
+            self._add(operator, formula(*args, **kwargs, out_val=result))
         return result
 
     def _refuse_foreign(self, args: Iterable[object]) -> None:
@@ -243,10 +293,13 @@ class OperatorWatch(TorchDispatchMode):
 
     def _decomposed(self, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """What operators made of others come to, those others being recorded."""
-        if not isinstance(func, torch._ops.OpOverload) or func is torch.ops.prim.device.default:
+        if func in self._undivided or not isinstance(func, torch._ops.OpOverload):
             return NotImplemented
         with self:
-            return func.decompose(*args, **kwargs)
+            parts = func.decompose(*args, **kwargs)
+        if parts is NotImplemented:
+            self._undivided.add(func)
+        return parts
 
     def _add(self, operator: object, flops: float) -> None:
         node = torch._C._current_autograd_node()
@@ -273,6 +326,7 @@ class OperatorWatch(TorchDispatchMode):
         return self._records.setdefault((place, sort), OpRecord(place, sort))
 
 
+@cache
 def _sort(operator: object) -> Sort:
     aten = torch.ops.aten
     if operator in attention_operators():
