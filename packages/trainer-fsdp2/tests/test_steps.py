@@ -104,3 +104,11 @@ def test_work_and_peak_are_those_of_all_ranks(world: Callable[..., Any]) -> None
         # The last product of a block, back to its width, is not needed again.
         assert hardware - model == pytest.approx(2 * (blocks - 2 * 64) * tokens, rel=1e-5)
         assert peak == 2e9, "of both ranks"
+
+
+def test_what_an_error_has_left_of_a_step_is_not_summed_with_the_next(world: Callable[..., Any]) -> None:
+    for curves in world("few", "2").seen("left"):
+        for name, curve in curves.items():
+            assert len(curve) == 4
+            complete = f"6 0 {name.split()[-1]}"
+            assert curve == curves[complete], name

@@ -33,7 +33,7 @@ from trainer_core import (
 
 from .arguments import FSDP2Arguments, check_beside
 from .units import Unit, refuse_unshardable, units_of
-from .unused import UnusedParameters
+from .unused import UnusedParameters, drop_unsummed
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -251,9 +251,11 @@ class _ShardSync(GradSync):
         self._in_stages = in_stages
         self._unused = unused
         self._was_last: dict[nn.Module, bool] = {}
+        self._is_under_way = False
 
     def before_backward(self, part: nn.Module, *, last: bool) -> None:
         """Say what the next backward pass does with gradients, and with gathered weights."""
+        self._is_under_way = True
         if self._was_last.get(part) is last:
             return
         self._was_last[part] = last
@@ -268,8 +270,21 @@ class _ShardSync(GradSync):
 
     def finish(self) -> None:
         """Drop the gradients of parameters that no rank has used."""
+        self._is_under_way = False
         for each in self._unused:
             each.drop()
+
+    def forget(self) -> None:
+        """Forget a step that was left in the middle, whose gradients have not come to the parameters yet."""
+        if not self._is_under_way:
+            return
+        self._is_under_way = False
+        for units in self.units.values():
+            for root in units[:1]:
+                if callable(reset := getattr(root, "reset_iter_state", None)):  # torch 2.13 and later
+                    reset()
+            for unit in units:
+                drop_unsummed(unit)
 
     def drop_gathered(self) -> None:
         """Let go of gathered weights, so that parameters are this rank's shards again."""
@@ -283,6 +298,10 @@ class _ShardHooks(StepHooks):
         self._built = built
         self._sync = sync
         self._scales_float8 = settings.fp8_all_gather
+
+    def begin(self, step: int) -> None:
+        """Begin without what is left of a step that an error has ended."""
+        self._sync.forget()
 
     def after_step(self, step: int) -> None:
         """Find the scales of weights that are gathered in float8 again, for all layers at once."""

@@ -97,6 +97,17 @@ def _groups_of(unit: FSDPModule) -> Sequence[FSDPParamGroup]:
     return [] if one is None else [one]
 
 
+def drop_unsummed(unit: FSDPModule) -> None:
+    """Drop the gradients that microbatches have left in gathered weights, to be summed with later ones."""
+    for group in _groups_of(unit):
+        for parameter in group.fsdp_params:
+            # Private in torch 2.11 to 2.13; the second is there once a weight was gathered.
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+            vars(parameter).pop(_SUMMED, None)
+
+
 _SUMMED = "_summed"
 """Attribute of torch's object for a parameter: whether a gradient was summed, zeros in its place, or both."""
 _CLASSES: dict[type, type[FSDPParam]] = {}

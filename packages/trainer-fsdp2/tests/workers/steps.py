@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from ranks import Scenario
 from tiny import VOCABULARY, Batches, Tiny, losses, trainer_of
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,7 +177,61 @@ def generating(env: DistributedEnvInterface, folder: Path) -> object:
     return {"texts": writer.texts, "inside": inside, "alone": alone, "evaluated": evaluated, "drawn": drawn}
 
 
+class Fails:
+    """Fails once, after a microbatch."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def on_forward_backward_end(self, args: object, state: object, control: object, **kw: object) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise ArithmeticError("this microbatch")
+
+
+def fails_backward(number: int) -> Tiny:
+    """A model whose backward pass fails once, between two blocks; 0: never."""
+    model, left = Tiny(), [number]
+
+    def hook(module: nn.Module, gradients: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise ArithmeticError("this microbatch")
+
+    model.layers[0].register_full_backward_pre_hook(hook)
+    return model
+
+
+def left(env: DistributedEnvInterface, folder: Path) -> object:
+    """Curves of runs that continue after an error in their third step.
+
+    It comes behind the first microbatch of that step, behind the last one, with which the step is complete,
+    or in the backward pass of the first one, after which torch 2.11 and 2.12 cannot continue.
+    """
+    places = [(5, 0), (6, 0), *([(0, 5)] if hasattr(FSDPModule, "reset_iter_state") else [])]
+    curves = {}
+    for dtype in (None, "bfloat16"):
+        for after, backward in places:
+            trainer = trainer_of(
+                env,
+                folder / f"{after} {backward} {dtype}",
+                partial(fails_backward, backward),
+                train=Batches(96),
+                callbacks=[Fails(after)],
+                max_steps=4,
+                gradient_accumulation_steps=2,
+                param_dtype=dtype,
+            )
+            try:
+                trainer.train()
+            except ArithmeticError:
+                trainer.train()
+            curves[f"{after} {backward} {dtype}"] = losses(trainer)
+    return curves
+
+
 SCENARIOS: dict[str, Scenario] = {
+    "left": left,
     "accumulating": accumulating,
     "evaluating": evaluating,
     "generating": generating,
