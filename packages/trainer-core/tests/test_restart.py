@@ -117,6 +117,27 @@ def test_a_changed_step_size_is_refused_where_epochs_count_steps(
         make_trainer(num_train_epochs=2, gradient_accumulation_steps=2, save_strategy="steps").train()
 
 
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+def test_an_epoch_continues_in_steps_of_another_size(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture, first: int, then: int
+) -> None:
+    """Half an epoch of 24 rows in batches of 4: as many steps were made as the whole has in larger ones."""
+    settings = {"max_steps": 10, "save_strategy": "steps"}
+    half = 3 if first == 1 else 2
+    make_trainer(callbacks=[StopAt(half)], gradient_accumulation_steps=first, **settings).train()
+    resumed = make_trainer(gradient_accumulation_steps=then, **settings)
+    resumed.train()
+    entries = [entry for entry in resumed.state.log_history if "loss" in entry]
+    rows = [4 * first * number for number in range(1, half + 1)]
+    while rows[-1] < 24:
+        rows.append(min(rows[-1] + 4 * then, 24))
+    assert [entry["epoch"] for entry in entries[: len(rows)]] == pytest.approx([row / 24 for row in rows])
+    whole = make_trainer(max_steps=6, output_dir=f"{resumed.args.output_dir}-whole")
+    whole.train()
+    assert entries[len(rows) - 1]["total_tokens"] == whole.state.num_target_tokens_seen
+    assert "promised" not in caplog.text
+
+
 def test_train_again_after_a_stop_goes_on(make_trainer: Callable[..., Trainer]) -> None:
     trainer = make_trainer(num_train_epochs=1, callbacks=[StopAt(2)])
     assert trainer.train().global_step == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -256,7 +257,7 @@ class TrainingLoop:
     def _note_a_short_epoch(self) -> None:
         run = self.run
         promised = run.state.epoch_train_steps
-        if promised and run.steps_in_epoch < promised and not run.events.control.should_epoch_stop:
+        if promised and math.ceil(run.steps_in_epoch) < promised and not run.events.control.should_epoch_stop:
             limited = run.args.epoch_limit is not None
             logger.warning(
                 "the training data ended after %d optimizer steps, and %s promised %d%s",

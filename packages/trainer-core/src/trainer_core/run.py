@@ -183,8 +183,8 @@ class Run:
     """Step of the newest checkpoint of this run on storage; unknown after one was loaded from memory."""
 
     @property
-    def steps_in_epoch(self) -> int:
-        """Optimizer steps since the current epoch began."""
+    def steps_in_epoch(self) -> float:
+        """Optimizer steps since the current epoch began, counted in steps of the size of now."""
         return self.state.global_step - self.state.epoch_start_step
 
     def shared_with_callbacks(self) -> dict[str, object]:

@@ -153,6 +153,7 @@ class RunProgress:
             raise self.refusal
         for name in _COUNTERS:
             setattr(self._state, name, state[name])
+        self._count_epoch_in_own_steps(state["samples_per_step"])
         # The next three are absent from old checkpoints.
         self._state.epoch_data_ended = bool(state.get("epoch_data_ended"))
         loss, metrics = state.get("train_loss"), state.get("metrics")
@@ -164,6 +165,13 @@ class RunProgress:
         log_window = state["interval"]
         if isinstance(log_window, Mapping):
             self._log_window.load_state_dict(log_window)
+
+    def _count_epoch_in_own_steps(self, samples_before: object) -> None:
+        """Let the epoch have begun as many steps ago as its examples would have made of the size of now."""
+        if isinstance(samples_before, int) and samples_before != self._samples_per_step:
+            done = self._state.global_step - self._state.epoch_start_step
+            own = done * samples_before / self._samples_per_step
+            self._state.epoch_start_step = self._state.global_step - own
 
     def settle(self, schedule: ScheduleState | None, *, fresh_optimizer: bool) -> None:
         """Let what the user has changed about optimizer and schedule win over what was restored, and say so.

@@ -35,8 +35,8 @@ class TrainerState:
     """`global_step` at which this call of `train` began."""
     raw_epoch: int = 0
     """Epochs completed."""
-    epoch_start_step: int = 0
-    """`global_step` at which the current epoch began."""
+    epoch_start_step: float = 0
+    """`global_step` at which the current epoch began, if all its steps had the size of now."""
     epoch_data_ended: bool = False
     """Whether the data of the current epoch is known to be used up: its last step had fewer microbatches."""
     epoch_train_steps: int | None = None
