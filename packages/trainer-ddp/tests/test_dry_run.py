@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_env import fake_job
-from trainer_core import Collective, ConfigurationError, DryRun
+from trainer_core import Collective, ConfigurationError, DryRun, Trainer
 from trainer_ddp import (
     CompressionArguments,
     DDPArguments,
@@ -17,6 +17,7 @@ from trainer_ddp import (
     DDPTrainingArguments,
     DiLoCoArguments,
     PostLocalSGDArguments,
+    Replicate,
 )
 
 WIDTH = 512
@@ -86,3 +87,34 @@ def test_gradients_are_summed_once_a_step(tmp_path: Path, accumulation: int) -> 
 def test_what_needs_values_is_refused(tmp_path: Path, name: str, settings: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} needs real tensor values"):
         _dry_run(tmp_path, 2, **settings)
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), [("dp=4", []), (None, [Replicate()])])
+def test_a_plain_trainer_replicates_as_its_arguments_say(
+    tmp_path: Path, mesh: str | None, parallel: list[Replicate]
+) -> None:
+    options, outer = DDPArguments(bucket_cap_mb=3), DiLoCoArguments(enabled=True)
+    settings = {"output_dir": str(tmp_path), "per_device_train_batch_size": 2, "ddp": options}
+
+    def of(trainer_mesh: str | None, **more: object) -> Replicate:
+        args = DDPTrainingArguments(**settings, mesh=trainer_mesh, **more)  # type: ignore[arg-type]
+        with fake_job(4) as env:
+            trainer = Trainer(
+                args, model_init=Model, train_dataset=Rows(), distributed_env=env, parallel=parallel
+            )
+        (transform,) = (each for each in trainer.transforms if each.axis == "replicate")
+        assert isinstance(transform, Replicate)
+        return transform
+
+    found = of(mesh, diloco=outer)
+    assert (found.ddp, found.diloco) == (options, outer)
+    with pytest.raises(ConfigurationError, match=r"ddp\.bucket_cap_mb=3 needs a whole model"):
+        of("dp=2,tp=2")
+
+
+def test_what_a_transform_was_given_goes_first(tmp_path: Path) -> None:
+    args = DDPTrainingArguments(output_dir=str(tmp_path), ddp=DDPArguments(bucket_cap_mb=3))
+    given = Replicate(DDPArguments(bucket_cap_mb=7))
+    with fake_job(4) as env:
+        Trainer(args, model_init=Model, distributed_env=env, parallel=[given])
+    assert given.ddp.bucket_cap_mb == 7

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
+
+if TYPE_CHECKING:
+    from trainer_core import ModelTransform
 
 _METHODS = ("no", "fp16", "bf16", "powerSGD")
 _OF_POWERSGD = ("matrix_rank", "start_step", "min_compression_rate")
@@ -113,6 +116,12 @@ class DDPTrainingArguments(DataParallelArguments):
             ConfigurationError: For the first rule that is broken.
         """
         check_beside(self, self)
+
+    def replication(self) -> ModelTransform:
+        """What a Trainer with these settings does with `dp`."""
+        from .replicate import Replicate  # which needs this module
+
+        return Replicate()
 
     def for_planning(self, batch_size: int) -> Self:
         """The settings of a run that takes as much memory, where no step reads values.

@@ -75,6 +75,8 @@ class Replicate(ReplicateGradients):
         self.compression: CompressionArguments = compression or CompressionArguments()
         self.post_local_sgd: PostLocalSGDArguments = post_local_sgd or PostLocalSGDArguments()
         self.diloco: DiLoCoArguments = diloco or DiLoCoArguments()
+        given = {"ddp": ddp, "compression": compression, "post_local_sgd": post_local_sgd, "diloco": diloco}
+        self._left_to_args = [name for name, settings in given.items() if settings is None]
         self._several = False
 
     def is_active(self, layout: ParallelLayout) -> bool:
@@ -87,6 +89,9 @@ class Replicate(ReplicateGradients):
         Raises:
             ConfigurationError: Naming the setting.
         """
+        if isinstance(args, DDPTrainingArguments):
+            for name in self._left_to_args:
+                setattr(self, name, getattr(args, name))
         check_beside(args, self)
         self._several = ranks.several
         if ranks.env.world_size == ranks.layout.replicate:
@@ -109,7 +114,9 @@ class Replicate(ReplicateGradients):
 
     def plan_notes(self, args: TrainingArguments, layout: ParallelLayout) -> Sequence[str]:
         """What the buckets take."""
-        if self.ddp.gradient_as_bucket_view or layout.pipeline > 1:
+        if layout.world_size > layout.replicate:
+            return super().plan_notes(args, layout)
+        if self.ddp.gradient_as_bucket_view:
             return ()
         return (
             "gradients under way are the buckets in which replicas sum them; ddp.gradient_as_bucket_view "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from dist_env import DistributedEnvironmentError, ParallelLayout, get_logger
 from perf_metrics import MEASURED
@@ -12,6 +12,9 @@ from perf_metrics import MEASURED
 from ..errors import ConfigurationError, Dependent, refuse_without_effect, unused_settings
 from . import rules
 from .base import BaseTrainingArguments
+
+if TYPE_CHECKING:
+    from ..distributed.transforms import ModelTransform
 
 logger = get_logger(__name__)
 
@@ -154,6 +157,11 @@ class DataParallelArguments(TrainingArguments):
             dist_env.DistributedEnvironmentError: If `mesh` does not fit them.
         """
         return ParallelLayout.parse(self.mesh, world_size) if self.mesh else None
+
+    def replication(self) -> ModelTransform | None:
+        """What sums gradients over `dp` as these arguments say, where no transform is given; None: nothing is
+        said."""
+        return None
 
     @property
     def dispatches_evaluation(self) -> bool:

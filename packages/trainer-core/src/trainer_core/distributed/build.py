@@ -124,7 +124,8 @@ def transforms_for(
     if layout.replicate > 1 and not used & {"replicate"} and not layout.shards_weights:
         from .transforms import ReplicateGradients
 
-        transforms.append(ReplicateGradients())
+        settings = args.replication() if isinstance(args, DataParallelArguments) else None
+        transforms.append(settings or ReplicateGradients())
     return in_order(transforms)
 
 
