@@ -46,8 +46,8 @@ class TrainerState:
     is_world_process_zero: bool = True
     num_input_tokens_seen: int = 0
     """Non-padding input positions."""
-    num_target_tokens_seen: int = 0
-    """Positions that counted in the loss."""
+    num_target_tokens_seen: float = 0
+    """Positions that counted in the loss, or their weights: whole where these are."""
     total_flos: float = 0.0
     """Model FLOPs, forward and backward."""
     train_loss_sum: float | None = 0.0

@@ -117,6 +117,8 @@ def test_a_run_is_that_of_a_plain_loop(tmp_path: Path, name: str) -> None:
                     parameter -= 0.3 * parameter.grad
     logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, rel=1e-5)
+    # What counts, or its weights, also where each log entry has less than 1.
+    assert run.state.log_history[-1]["total_tokens"] == pytest.approx(3 * loss.count(labels).item())
     expected = function(model(FEATURES), labels).item()
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 

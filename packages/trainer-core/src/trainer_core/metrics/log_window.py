@@ -35,7 +35,7 @@ from .comm_bytes import CommBytes
 @dataclass(frozen=True)
 class _Mark:
     step: int
-    target_tokens: int
+    target_tokens: float
     input_tokens: int
     flos: float
 
@@ -265,7 +265,7 @@ class Totals:
     """Figures of an interval, over all data-parallel ranks."""
 
     loss_sum: float = 0.0
-    target_tokens: int = 0
+    target_tokens: float = 0
     input_tokens: int = 0
     compute_tokens: int = 0
     flos: float = 0.0
@@ -444,7 +444,8 @@ class MetricAccumulator:
         if state.train_loss_sum is not None:
             state.train_loss_sum += loss_sum
             state.train_loss_count += applied_tokens
-        totals.target_tokens += int(target)
+        target = int(target) if target % 1 == 0 else target  # of a loss with weights it is their sum
+        totals.target_tokens += target
         totals.input_tokens += int(inputs)
         totals.compute_tokens += int(compute)
         totals.flos += flos
@@ -457,7 +458,7 @@ class MetricAccumulator:
         totals.grad_norm_max = max(totals.grad_norm_max, *columns[6])
         if self._traffic is not None:
             totals.communicated_bytes = (totals.communicated_bytes or 0) + sent
-        state.num_target_tokens_seen += int(target)
+        state.num_target_tokens_seen += target
         state.num_input_tokens_seen += int(inputs)
         state.total_flos += flos
 
