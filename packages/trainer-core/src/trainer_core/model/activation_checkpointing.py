@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ..errors import ConfigurationError
 from .blocks import find_blocks
@@ -81,6 +86,11 @@ DEFAULT_OPERATORS = (
 )
 """Matrix products, attention and collectives: what is slow to do again. Those that the installed torch does
 not have are left out."""
+
+
+_SPANS = ("profiler._record_function_enter_new", "profiler._record_function_exit")
+"""What marks spans for a profiler. Experts that are sharded inside of a block open others when it
+is recomputed, as their weights may be there already, and torch would miss these in its records."""
 
 
 def operators(names: tuple[str, ...] | None) -> frozenset[OpOverload]:
@@ -307,6 +317,7 @@ def selective_contexts(names: tuple[str, ...] | None) -> Contexts:
     Raises:
         ConfigurationError: If torch has no such operator.
     """
+    SAC_IGNORED_OPS.update(_overloads(map(_packet, _SPANS)))
     return functools.partial(create_selective_checkpoint_contexts, functools.partial(_keep, operators(names)))
 
 
