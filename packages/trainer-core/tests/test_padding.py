@@ -35,6 +35,19 @@ def test_prompts_do_not_count() -> None:
     assert PaddingCollator()(given)["labels"].tolist() == [[-100, 7, 7], [-100, 7, -100]]
 
 
+def test_padding_that_rows_bring_along_does_not_count() -> None:
+    rows = [
+        {"input_ids": [1, 2, 0, 0], "attention_mask": [1, 1, 0, 0], "completion_mask": [0, 1, 1, 1]},
+        {"input_ids": [0, 4, 5], "attention_mask": [0, 1, 1], "completion_mask": [1, 1, 1]},
+    ]
+    assert PaddingCollator()(rows)["labels"].tolist() == [[-100, 2, -100, -100], [-100, 4, 5, -100]]
+    for row in rows:
+        del row["completion_mask"]
+    assert PaddingCollator()(rows)["labels"].tolist() == [[1, 2, -100, -100], [-100, 4, 5, -100]]
+    given = [{**row, "labels": [7] * len(row["input_ids"])} for row in rows]
+    assert PaddingCollator()(given)["labels"].tolist() == [[7, 7, 7, 7], [7, 7, 7, -100]]
+
+
 def test_single_numbers_are_stacked_and_what_is_given_stays() -> None:
     rows = [
         {"input_ids": [1], "attention_mask": [0], "labels": 2, "weight": 0.5},

@@ -76,9 +76,9 @@ class PaddingCollator:
     labels by what no loss counts. The batch has an `attention_mask`, also if the rows have
     none.
 
-    Rows without `labels` are to be continued: their labels are the tokens, not shifted. With a
-    `completion_mask` only those where it is 1, so that a prompt counts nothing in the loss; the mask is not
-    given to the model.
+    Rows without `labels` are to be continued: their labels are the tokens, not shifted, without those that an
+    `attention_mask` of the row hides, as padding of its own. With a `completion_mask` only those where it is
+    1, so that a prompt counts nothing in the loss; the mask is not given to the model.
 
     Args:
         pad_token_id: Stands in `input_ids` where a row has ended; the model does not see it.
@@ -119,13 +119,14 @@ class PaddingCollator:
         if ids is None:
             return made
         made.setdefault("attention_mask", torch.ones_like(ids))
-        made.setdefault("labels", ids)
         for name, mask in (("attention_mask", made["attention_mask"]), ("completion_mask", counts)):
             if mask is not None and mask.shape != ids.shape:
                 raise DataError(
                     f"a row has input_ids of shape {list(ids.shape)} and {name} of shape {list(mask.shape)}. "
                     "Give the mask one number for each token."
                 )
+        if "labels" not in made:
+            made["labels"] = ids.where(made["attention_mask"].bool(), IGNORE_INDEX)
         if counts is not None:
             made["labels"] = made["labels"].where(counts.bool(), IGNORE_INDEX)
         return made
