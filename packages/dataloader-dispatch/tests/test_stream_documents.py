@@ -22,6 +22,7 @@ from dataloader_dispatch import (
     TokenDocuments,
     mix_documents,
     passes_for_shares,
+    split_documents,
 )
 
 EOS = 0
@@ -290,6 +291,14 @@ def test_weights_are_any_numbers_and_what_rounding_changes_is_told(caplog: pytes
     for weight in (1e308, 1e16):
         with pytest.raises(DataError, match=r"an epoch of more than 2\*\*48 documents"):
             mix_documents(sources, {"a": 1, "b": weight})
+
+
+def test_a_mixture_is_neither_split_nor_mixed_again_without_its_passes() -> None:
+    mixture = mix_documents({"a": numbers(1, 10), "b": numbers(20, 3)}, {"a": 1, "b": 4})
+    with pytest.raises(DataError, match=r"source is a MixedDocuments.* Split each of its sources, and mix"):
+        split_documents(mixture, 0.5, seed=0)
+    with pytest.raises(DataError, match=r"source 'ab' is a MixedDocuments.* with the product of both passes"):
+        mix_documents({"ab": mixture, "c": numbers(30, 5)}, {"ab": 1, "c": 1})
 
 
 def test_names_of_a_mixture_must_agree() -> None:

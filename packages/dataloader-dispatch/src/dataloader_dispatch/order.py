@@ -275,9 +275,17 @@ class DocumentSubset:
         seed: Seed of the order.
         start: First position in the shuffled order.
         stop: Position after the last one.
+
+    Raises:
+        DataError: The source is a mixture, of whose passes a part would have none.
     """
 
     def __init__(self, source: DocumentSource, seed: int, start: int, stop: int) -> None:
+        if isinstance(source, EpochOrdered):
+            raise DataError(
+                f"source is a {type(source).__name__}, which decides how often its documents come, and a "
+                "part of it would have each of them once. Split each of its sources, and mix the parts."
+            )
         self.source = source
         self._order = ShuffledIndex(len(source), seed)
         self._positions = range(len(source))[start:stop]
@@ -325,7 +333,8 @@ def split_documents(
         The documents that remain, and those held out.
 
     Raises:
-        DataError: ``held_out`` is out of range, or there are fewer than two documents.
+        DataError: ``held_out`` is out of range, there are fewer than two documents, or ``source`` is a
+            mixture.
     """
     if not 0.0 < held_out < 1.0:
         raise DataError(f"held_out={held_out!r} must be a share between 0 and 1, both excluded.")
@@ -464,10 +473,17 @@ def mix_documents(sources: Mapping[str, DocumentSource], passes: Mapping[str, fl
 
     Raises:
         DataError: The names differ, a weight is not a number, zero, negative or not finite, a source is
-            empty, or an epoch would have more than 2**48 documents.
+            empty or a mixture itself, or an epoch would have more than 2**48 documents.
         TypeError: One of both is not a mapping.
     """
     _check_names(sources, passes, "passes")
+    for name, source in sources.items():
+        if isinstance(source, EpochOrdered):
+            raise DataError(
+                f"source {name!r} is a {type(source).__name__}, which decides how often its documents come, "
+                "and would have each of them once here. Mix its sources themselves, each with the product of "
+                "both passes."
+            )
     counts = {name: _per_epoch(name, len(source), float(passes[name])) for name, source in sources.items()}
     if sum(counts.values()) > MAX_LENGTH:
         raise DataError(
