@@ -141,6 +141,11 @@ def test_every_rank_gets_its_state_back(outcome: tuple[dict, dict, Path]) -> Non
             ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
         ),
         (
+            "groups joined",
+            ["component 'grouped' was saved PER_GROUP", "the state of the group of rank 1 would be lost"],
+            ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
+        ),
+        (
             "damage named",
             ["own.rank1.json is damaged"],
             ["checkpoint-1", "checkpoint-2", "checkpoint-3"],

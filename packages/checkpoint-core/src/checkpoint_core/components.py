@@ -203,6 +203,28 @@ class Plan:
     """The components that this rank declares, by key."""
     validates: bool = False
     """Whether any rank asks for a comparison of replicas, in which all then take part."""
+    writers: Mapping[str, set[int]] = field(default_factory=dict)
+    """Of each PER_GROUP component the ranks that write for a group, by key."""
+
+    def check_groups(self, key: str, saved: set[int], site: range) -> None:
+        """Refuse groups that would leave out what another group has saved.
+
+        Args:
+            key: A component.
+            saved: The ranks that wrote it.
+            site: The ranks whose files are seen here.
+
+        Raises:
+            CheckpointError: It is PER_GROUP, and some of them write for no group now.
+        """
+        now = self.writers.get(key)
+        if now is not None and (lost := sorted(saved - now)):
+            raise CheckpointError(
+                f"component {key!r} was saved PER_GROUP by groups of which ranks {sorted(saved)} are the "
+                f"first, but now those are {sorted(now.intersection(site))}, and the state of the group of "
+                f"rank {lost[0]} would be lost. Form the groups as they were, or delete the files of this "
+                "component from the checkpoint to begin with fresh state for it."
+            )
 
     @property
     def sharded(self) -> list[str]:
@@ -214,6 +236,8 @@ class _Declaration(TypedDict):
     facts: str
     patterns: dict[str, str]
     validates: bool
+    writers: dict[str, int]
+    """Of the PER_GROUP components."""
 
 
 def make_plan(phase: str, ranks: RankAgreement, provider: StatefulProvider, facts: Callable[[], str]) -> Plan:
@@ -243,11 +267,15 @@ def make_plan(phase: str, ranks: RankAgreement, provider: StatefulProvider, fact
             assignments[component.key] = _assign(component, ranks, groups)
         patterns = {key: a.component.sharing_pattern.value for key, a in assignments.items()}
         validates = any(a.component.validate_replication for a in assignments.values())
-        return _Declaration(facts=facts(), patterns=patterns, validates=validates)
+        writers = {key: a.writer for key, a in assignments.items() if a.component.process_group_name}
+        return _Declaration(facts=facts(), patterns=patterns, validates=validates, writers=writers)
 
     declared = ranks.run(phase, declare)
     validates = any(declaration["validates"] for declaration in declared)
-    return Plan(_compare(phase, declared), assignments, validates)
+    writers: dict[str, set[int]] = {}
+    for key, writer in {pair for declaration in declared for pair in declaration["writers"].items()}:
+        writers.setdefault(key, set()).add(writer)
+    return Plan(_compare(phase, declared), assignments, validates, writers)
 
 
 def _assign(

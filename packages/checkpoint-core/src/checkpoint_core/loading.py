@@ -494,6 +494,7 @@ class _Restoring:
         if not present:
             return f"{record.parts[0].files[0]} was deleted"
         reads = self._reads[component.key] = _plan_reads(record, assignment, self._manifest, self._reader)
+        self._plan.check_groups(component.key, {part.writer for part in record.parts}, self._ranks.site)
         names = [name for part in reads.parts for name in part.files]
         deleted = [name for name in names if not self._find(name).is_file()]
         return f"{', '.join(deleted)} was deleted" if deleted else None

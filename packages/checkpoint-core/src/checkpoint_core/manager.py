@@ -390,7 +390,7 @@ class CheckpointManager:
         if MODEL_STEM not in plan.patterns:
             raise CheckpointError(f"{phase}: no component 'model' is declared. Declare one.")
         parts = {key: plan.assignments[key] for key in [MODEL_STEM] if key in plan.assignments}
-        only = Plan({MODEL_STEM: plan.patterns[MODEL_STEM]}, parts)
+        only = Plan({MODEL_STEM: plan.patterns[MODEL_STEM]}, parts, writers=plan.writers)
         remote = None if tier is None else tier.place
         result = load(self._ranks, only, self._output_dir, wanted, remote, self._peers, continues=False)
         if result is not None and result[0].missing:

@@ -175,6 +175,7 @@ class Ranks:
         self.seen["good again"] = self.error(lambda: save(3))
         self.seen["declarations differ"] = self.error(self.save_with_different_declarations)
         self.seen["names collide"] = self.error(self.save_different_tensors_under_one_name)
+        self.seen["groups joined"] = self.error(self.load_as_one_group)
         self.damage()
         self.late_rank()
 
@@ -195,6 +196,14 @@ class Ranks:
         config = CheckpointConfig(output_dir=self.run, timeout_seconds=TIMEOUT)
         with CheckpointManager(config, dist=self.env, stateful_provider=[component]) as manager:
             manager.save_checkpoint(9)
+
+    def load_as_one_group(self) -> None:
+        component = StateComponent(
+            key="grouped", stateful=self.grouped, sharing_pattern=P.PER_GROUP, process_group_name="all"
+        )
+        provider = StaticStatefulProvider([component], {"all": dist.group.WORLD})
+        with CheckpointManager(self.run, dist=self.env, stateful_provider=provider) as manager:
+            manager.load_checkpoint()
 
     def damage(self) -> None:
         newest = find_latest_checkpoint(self.run)
