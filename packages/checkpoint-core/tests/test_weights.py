@@ -257,6 +257,25 @@ def test_extra_state_is_refused_by_name() -> None:
         ModelState(nn.ModuleDict({"layer": WithExtra(2, 2)})).state_dict()
 
 
+def test_a_copy_that_state_dict_makes_is_refused_by_name() -> None:
+    """What is loaded into it would not reach the model."""
+
+    def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model[0].register_buffer("none", torch.empty(0))
+        model[0].register_state_dict_post_hook(
+            lambda module, state, prefix, _: state.update({key: change(state[key]) for key in state})
+        )
+        return model
+
+    for change in (torch.clone, torch.Tensor.half):
+        with pytest.raises(CheckpointError, match=r"weight 0\.weight is a copy that state_dict\(\) of"):
+            ModelState(hooked(change)).state_dict()
+    saved, loaded = hooked(torch.Tensor.detach), hooked(lambda tensor: tensor.data)
+    ModelState(loaded).load_state_dict(ModelState(saved).state_dict())
+    assert torch.equal(saved[0].weight, loaded[0].weight)
+
+
 def test_index_cannot_point_outside_and_pickles_are_not_read(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "../secret.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

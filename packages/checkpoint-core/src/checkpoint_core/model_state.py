@@ -25,62 +25,10 @@ from checkpoint_core.encoding import (
 )
 from checkpoint_core.errors import CheckpointError
 from checkpoint_core.tensor_files import TensorSpec, spec_of
+from checkpoint_core.wrappers import CanonicalNames, unwrap
 
-# These attribute names belong to the wrappers alone.
-_HIDDEN = "_checkpoint_wrapped_module"
-_WRAPPER_ATTRIBUTES = ("_orig_mod", _HIDDEN, "_fsdp_wrapped_module")
 _logger = logging.getLogger(__name__)
 _SHOWN = 10
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside all wrappers: DDP, torch.compile, FSDP, activation checkpointing."""
-    while (attribute := _wrapped_attribute(model)) is not None:
-        # Not the wrapper's own, which may look inside for it.
-        model = nn.Module.get_submodule(model, attribute)
-    return model
-
-
-class CanonicalNames:
-    """Translates parameter and buffer names of a wrapped model to the names of the model itself.
-
-    A part of a name is dropped only where the module at that place is a wrapper, so that a model's own
-    submodule called ``module`` keeps its name.
-
-    Args:
-        model: The model, wrapped or not, with wrappers at any depth.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._transparent: set[str] = set()
-        for name, module in model.named_modules(remove_duplicate=False):
-            attribute = _wrapped_attribute(module)
-            if attribute is not None:
-                # Checkpoint wrappers hide themselves from state_dict(), but not from named_modules().
-                outer = [part for part in name.split(".") if part and part != _HIDDEN]
-                self._transparent.add(f"{name}.{attribute}" if name else attribute)
-                self._transparent.add(".".join([*outer, attribute]))
-
-    def __call__(self, name: str) -> str:
-        """The canonical form of one dotted name."""
-        if not self._transparent:
-            return name
-        kept: list[str] = []
-        place = ""
-        for part in name.split("."):
-            place = f"{place}.{part}" if place else part
-            if place not in self._transparent:
-                kept.append(part)
-        return ".".join(kept)
-
-
-def _wrapped_attribute(module: nn.Module) -> str | None:
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return "module"
-    for attribute in _WRAPPER_ATTRIBUTES:
-        if attribute in module._modules:
-            return attribute
-    return None
 
 
 def config_bytes(model: nn.Module) -> bytes | None:
@@ -198,9 +146,15 @@ class ModelState:
         found: dict[str, torch.Tensor] = {}
         for part in self.parts:
             canonical = CanonicalNames(part)
-            for raw, value in part.state_dict(keep_vars=True).items():
+            state = part.state_dict(keep_vars=True)
+            held = {id(value) for value in (*part.parameters(), *part.buffers())}
+            again: Mapping[str, torch.Tensor] = {}
+            for raw, value in state.items():
                 name = canonical(raw)
                 _check_weight(name, value)
+                if id(value) not in held:
+                    again = again or part.state_dict(keep_vars=True)
+                    _check_live(name, value, again.get(raw))
                 if name in found and not _same(found[name], value):
                     raise CheckpointError(
                         f"two parts of the model hold different tensors named {name}. Give each part the "
@@ -314,6 +268,24 @@ def _check_weight(name: str, value: object) -> None:
             "as a component of its own."
         )
     check_storable(value, f"weight {name}", sharded=True)
+
+
+def _check_live(name: str, value: torch.Tensor, again: torch.Tensor | None) -> None:
+    """Refuse a copy that ``state_dict()`` makes: what is loaded into it does not reach the model.
+
+    Args:
+        name: The weight.
+        value: What was returned for it, and is not a parameter or buffer.
+        again: What another call returned: the same memory, if it is a view or an attribute of the model.
+    """
+    if again is not None and is_sharded(value) and is_sharded(again):
+        value, again = value.to_local(), again.to_local()
+    if again is None or not (_same(value, again) or value.numel() == 0):
+        raise CheckpointError(
+            f"weight {name} is a copy that state_dict() of the model, or a hook of it, makes at each call, "
+            "so what is loaded into it would not reach the model. Return the model's own tensors there, and "
+            "convert weights where they are exported."
+        )
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
