@@ -127,6 +127,18 @@ def test_what_does_not_fit_is_named() -> None:
         OptimizerState(merged, model).load_state_dict(split)
 
 
+def test_an_entry_that_is_of_no_parameter_is_refused_by_name() -> None:
+    class Averaging(torch.optim.SGD):
+        """As PostLocalSGDOptimizer of torch, which counts the steps of its averager."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "step": 3}
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"of the Averaging has the entry 'step' .* would be lost"):
+        OptimizerState(Averaging(model.parameters()), model).state_dict()
+
+
 def test_groups_may_change_while_their_settings_agree() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     state = OptimizerState(stepped(model, torch.optim.Adam(model.parameters(), lr=0.3)), model).state_dict()

@@ -352,10 +352,17 @@ class OptimizerState:
             The live tensors, not copies.
 
         Raises:
-            CheckpointError: The optimizer has a parameter that is not the model's.
+            CheckpointError: The optimizer has a parameter that is not the model's, or its state an entry that
+                is of no parameter.
         """
         names = self.names()
         packed = self.optimizer.state_dict()
+        if further := sorted(str(entry) for entry in packed if entry not in ("state", "param_groups")):
+            raise CheckpointError(
+                f"state_dict() of the {type(self.optimizer).__name__} has the entry {further[0]!r} beside "
+                "state and param_groups. It belongs to no parameter, and would be lost. Give OptimizerState "
+                "the optimizer that this one is around, and save the entry as a component of its own."
+            )
         parameters: dict[str, object] = {}
         for name, (parameter, group) in zip(names, self._parameters(), strict=True):
             values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}

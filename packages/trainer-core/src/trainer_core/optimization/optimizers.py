@@ -222,6 +222,7 @@ class OptimizerFacade(Optimizer):
                 for group in own["param_groups"]
             ]
             first += sum(len(group["params"]) for group in own["param_groups"])
+            packed |= {entry: own[entry] for entry in own if entry not in packed}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, packed)
             packed = packed if changed is None else changed
