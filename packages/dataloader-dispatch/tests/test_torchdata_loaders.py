@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
@@ -136,3 +136,21 @@ def test_batches_of_another_size_continue_with_the_next_item_or_are_refused(wrap
         WRAPPED[wrap](StatefulDataLoader(Streamed(), 4)).load_state_dict(state)
     with pytest.raises(DataError, match="saved with num_workers=0, and the loader has num_workers=1"):
         WRAPPED[wrap](StatefulDataLoader(Streamed(), 2, num_workers=1)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_a_batch_sampler_of_another_size_continues_with_the_next_item_or_is_refused(wrap: str) -> None:
+    def build(size: int, workers: int = 0) -> Any:
+        batches = BatchSampler(SequentialSampler(range(10)), size, drop_last=False)
+        return WRAPPED[wrap](StatefulDataLoader(range(10), batch_sampler=batches, num_workers=workers))
+
+    loader = build(2)
+    batches = iter(loader)
+    seen = [next(batches).tolist() for _ in range(3)]
+    state = copy.deepcopy(loader.state_dict())
+    for size, rest in ((3, [[6, 7, 8], [9]]), (2, [[6, 7], [8, 9]])):
+        other = build(size)
+        other.load_state_dict(state)
+        assert seen + [batch.tolist() for batch in other] == [[0, 1], [2, 3], [4, 5], *rest]
+    with pytest.raises(DataError, match=r"batch_size=4\. The batch_sampler has no state_dict"):
+        build(4).load_state_dict(state)

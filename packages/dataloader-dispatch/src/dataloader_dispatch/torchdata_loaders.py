@@ -66,7 +66,7 @@ def begin_pass(loader: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def loader_state(loader: Any) -> Any:
-    """The state of any loader; that of torchdata for an iterable dataset tells what batches it counts.
+    """The state of any loader; that of torchdata tells what batches it counts, where it counts no items.
 
     Args:
         loader: A loader with ``state_dict``, whose passes `begin_pass` began.
@@ -78,7 +78,7 @@ def loader_state(loader: Any) -> Any:
     skipped = _batches_to_skip(loader)
     state = loader.state_dict()  # makes an iterator where there is none
     if not isinstance(loader.dataset, IterableDataset):
-        return state
+        return {**state, "batch_size": _batch_size(loader)} if _has_batch_sampler(loader) else state
     _without_skipped(loader._iterator, skipped)
     return {**loader.state_dict(), **_kind_of_batches(loader)}
 
@@ -93,7 +93,7 @@ def load_loader_state(loader: Any, state: Any) -> None:
     Raises:
         DataError: The state counts batches of another kind, as in `build_loader`, or the loader refuses it.
     """
-    counts = _is_plain(loader) and isinstance(loader.dataset, IterableDataset)
+    counts = _is_plain(loader) and (isinstance(loader.dataset, IterableDataset) or _has_batch_sampler(loader))
     loader.load_state_dict(_in_batches_of(loader, state) if counts else state)
 
 
@@ -153,14 +153,26 @@ def _separate_generators(loader: StatefulDataLoader) -> None:
     loader.generator.manual_seed(int.from_bytes(digest[:7], "little"))
 
 
+def _has_batch_sampler(loader: StatefulDataLoader) -> bool:
+    """Whether a sampler of the user makes batches of indices; torchdata counts them if it has no state."""
+    batches = loader.batch_sampler
+    return loader.batch_size is None and batches is not None and not hasattr(batches, "state_dict")
+
+
+def _batch_size(loader: StatefulDataLoader) -> int | None:
+    source = loader if loader.batch_size is not None else loader.batch_sampler
+    size = getattr(source, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
 def _kind_of_batches(loader: StatefulDataLoader) -> dict[str, Any]:
     return {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
 
 
 def _in_batches_of(loader: StatefulDataLoader, saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved position as torchdata's own state, in batches of the size of this loader."""
-    state = dict(saved)
-    size = state.pop("batch_size", loader.batch_size)
+    state, now = dict(saved), _batch_size(loader)
+    size = state.pop("batch_size", now)
     workers = state.pop("num_workers", loader.num_workers)
     if state and workers != loader.num_workers:
         raise DataError(
@@ -168,17 +180,22 @@ def _in_batches_of(loader: StatefulDataLoader, saved: Mapping[str, Any]) -> dict
             f"num_workers={loader.num_workers}, but each worker has its own part of an iterable dataset. "
             f"Go back to {workers}."
         )
-    if size != loader.batch_size and not state.get("_iterator_finished") and not _tells_items(state):
+    sampled = _has_batch_sampler(loader)
+    # One of a class of the user's own may not tell its size.
+    counts = None not in (size, now) if sampled else not _tells_items(state)
+    if size != now and not state.get("_iterator_finished") and counts:
         # With batch_size=None each item is a batch.
         items = state.get("_num_yielded", 0) * (size or 1)
-        if "_num_yielded" not in state or items % (loader.batch_size or 1):
+        if "_num_yielded" not in state or items % (now or 1):
+            what, fix = "iterable dataset", "give the iterator of the dataset state_dict and load_state_dict"
+            if sampled:
+                what, fix = "batch_sampler", "give the loader batch_size and a sampler in its place"
             raise DataError(
-                f"data position: it was saved with batch_size={size}, and the loader has "
-                f"batch_size={loader.batch_size}. The iterable dataset has no state_dict, so its position "
-                "is a number of batches, and of several workers each has its own. Go back to that size, "
-                "or give the iterator of the dataset state_dict and load_state_dict."
+                f"data position: it was saved with batch_size={size}, and the loader has batch_size={now}. "
+                f"The {what} has no state_dict, so its position is a number of batches, and of several "
+                f"workers each has its own. Go back to that size, or {fix}."
             )
-        state["_num_yielded"] = state["_sampler_iter_yielded"] = items // (loader.batch_size or 1)
+        state["_num_yielded"] = state["_sampler_iter_yielded"] = items // (now or 1)
     return state
 
 
