@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -136,6 +136,43 @@ def test_an_epoch_continues_in_steps_of_another_size(
     whole.train()
     assert entries[len(rows) - 1]["total_tokens"] == whole.state.num_target_tokens_seen
     assert "promised" not in caplog.text
+
+
+class CountsPasses:
+    """As a dispatcher of rounds of which the last is not full: it has seen the end, and saves no epoch."""
+
+    batch_size = 2
+
+    def __init__(self) -> None:
+        self.epoch = self.next = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(self.next, 3):
+            self.next = (number + 1) % 3
+            self.epoch += self.next == 0
+            ids = torch.arange(8).view(2, 4) + number
+            yield {"input_ids": ids, "labels": ids}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_an_epoch_whose_end_the_loader_has_seen_is_not_trained_again(
+    make_trainer: Callable[..., Trainer], stop: int
+) -> None:
+    settings: dict[str, object] = {"num_train_epochs": 2, "save_strategy": "steps"}
+    settings |= {"lr_scheduler_type": "constant", "warmup_steps": 0}
+    make_trainer(loader=CountsPasses(), callbacks=[StopAt(stop)], **settings).train()
+    trainer = make_trainer(loader=CountsPasses(), **settings)
+    assert trainer.train().global_step == 6
+    assert trainer.state.epoch == 2.0
 
 
 def test_train_again_after_a_stop_goes_on(make_trainer: Callable[..., Trainer]) -> None:

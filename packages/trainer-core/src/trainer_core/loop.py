@@ -111,7 +111,8 @@ class TrainingLoop:
             with run.meter.measure("data"), record_function("data wait"):
                 window = next_window(batches, run.args.gradient_accumulation_steps, run.loss, run.loader)
             if window is not None:
-                run.state.epoch_data_ended = len(window.batches) < run.args.gradient_accumulation_steps
+                is_short = len(window.batches) < run.args.gradient_accumulation_steps
+                run.state.epoch_data_ended = is_short or self._loader_moved_on()
                 with run.ranks.equal_draws(run.loader):
                     self._train_step(window)
                 self._sync_control()
@@ -246,13 +247,17 @@ class TrainingLoop:
     def _epoch_is_complete(self) -> bool:
         """Whether the epoch is known to have no more data.
 
-        By its length, because the loader moved on, or because the last step found too few microbatches: a
-        loader that has seen its end begins anew after a resume.
+        By its length, because the loader moved on, or because it had at the last step, or that found too few
+        microbatches: a loader that has seen its end begins anew after a resume, and may have saved no epoch.
         """
         run, state = self.run, self.run.state
-        moved_on = (epoch_of(run.loader) or 0) > state.raw_epoch or state.epoch_data_ended
+        moved_on = self._loader_moved_on() or state.epoch_data_ended
         # A rank that does not read the data itself may not know.
         return run.ranks.any([moved_on])[0] or (0 < run.steps_in_epoch == state.epoch_train_steps)
+
+    def _loader_moved_on(self) -> bool:
+        """Whether the loader says that it stands in a later epoch."""
+        return (epoch_of(self.run.loader) or 0) > self.run.state.raw_epoch
 
     def _note_a_short_epoch(self) -> None:
         run = self.run

@@ -38,7 +38,8 @@ class TrainerState:
     epoch_start_step: float = 0
     """`global_step` at which the current epoch began, if all its steps had the size of now."""
     epoch_data_ended: bool = False
-    """Whether the data of the current epoch is known to be used up: its last step had fewer microbatches."""
+    """Whether the data of the current epoch is known to be used up: its last step had fewer microbatches, or
+    the loader had moved on."""
     epoch_train_steps: int | None = None
     """Optimizer steps per epoch, when known."""
     num_processes: int = 1
