@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import weakref
 from typing import Any
 
 # The exit code of a script that has come to its end; None where the interpreter has to find it.
@@ -21,6 +22,7 @@ _code: int | None = None
 
 def main(descriptor: int, modules: list[str]) -> None:
     """Fork until nobody asks any more, and run a script or module in each child."""
+    global _code
     # What is registered first is done last.
     atexit.register(_end_at_once)
     for name in modules:
@@ -30,8 +32,13 @@ def main(descriptor: int, modules: list[str]) -> None:
             getattr(module, public)
     # A child that looked for garbage in what is there now would copy all of its pages.
     gc.freeze()
+    # So it would if it took torch's operators out of torch, one by one, as these finalizers do.
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False
     job = _serve(socket.socket(fileno=descriptor))
-    if job is not None:
+    if job is None:
+        _code = 0
+    else:
         _become(job)
         _run(job["words"])
 
