@@ -259,6 +259,14 @@ def test_a_directory_with_weights_is_trained_on(work: Path) -> None:
     assert first == pytest.approx(_curve(work / "whole", "loss")[60], abs=0.5)
 
 
+def test_one_process_computes_as_fsdp2_is_told(work: Path) -> None:
+    low = ("--trainer", "fsdp2", "--fsdp2.param-dtype", "bfloat16")
+    assert main(_words(work, "low", *low, "--max-steps", "2", "--logging-steps", "1")) == 0
+    first, whole = _curve(work / "low", "loss")[1], _curve(work / "whole", "loss")[1]
+    assert first != whole
+    assert first == pytest.approx(whole, rel=1e-2)
+
+
 def test_generate_repeats_itself_by_seed(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_env import fake_job
-from trainer_core import Collective
-from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments
+from dist_env import DistributedEnvironment, fake_job
+from trainer_core import Collective, ConfigurationError, Trainer
+from trainer_fsdp2 import FSDP2Arguments, FSDP2Trainer, FSDP2TrainingArguments, FullyShard
 
 WIDTH, VOCABULARY, BLOCKS = 1024, 2048, 4
 
@@ -96,3 +96,22 @@ def test_shards_and_collectives_of_one_rank(tmp_path: Path, ranks: int, replicas
     reduced = [each for each in found.collectives if each.kind == "all-reduce"]
     assert sorted(reduced) == sorted([norm, among_copies] if replicas > 1 else [norm])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plain_trainer_shards_as_its_arguments_say(tmp_path: Path) -> None:
+    def transforms_of(ranks: int, mesh: str | None, settings: FSDP2Arguments) -> list[object]:
+        args = FSDP2TrainingArguments(
+            output_dir=str(tmp_path), mesh=mesh, fsdp2=settings, per_device_train_batch_size=2
+        )
+        alone = DistributedEnvironment(no_accelerator=True)
+        with alone if ranks == 1 else fake_job(ranks, local_world_size=ranks) as env:
+            return list(Trainer(args, model_init=Stack, train_dataset=Rows(), distributed_env=env).transforms)
+
+    low = FSDP2Arguments(param_dtype="bfloat16")
+    assert transforms_of(1, None, FSDP2Arguments()) == []
+    for ranks, mesh in ((1, None), (4, "shard=4")):
+        (transform,) = transforms_of(ranks, mesh, low)
+        assert isinstance(transform, FullyShard)
+        assert transform.settings == low
+    with pytest.raises(ConfigurationError, match="leaves nothing to shard on 4 ranks"):
+        transforms_of(4, "dp=4", low)

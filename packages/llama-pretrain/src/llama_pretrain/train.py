@@ -74,7 +74,8 @@ def train(args: PretrainArguments) -> int:
     """
     started = time.perf_counter()
     refuse_if_in_use(str(args.run_path))
-    env = DistributedEnvironment(always=False, no_accelerator=args.use_cpu or args.device == "cpu")
+    without = args.use_cpu or args.device == "cpu"
+    env = DistributedEnvironment(always=args.asks_to_shard, no_accelerator=without)
     check_processes(args.trainer, args.mesh, env.world_size)
     with ExitStack() as connected:
         is_restart, told = False, args

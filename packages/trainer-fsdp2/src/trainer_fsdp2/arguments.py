@@ -110,6 +110,11 @@ class FSDP2TrainingArguments(DataParallelArguments):
         return super(FSDP2TrainingArguments, plain).for_planning(batch_size)
 
     @property
+    def asks_to_shard(self) -> bool:
+        """Whether a setting of `fsdp2` is not the default."""
+        return self.fsdp2 != FSDP2Arguments() or super().asks_to_shard
+
+    @property
     def matmul_dtype(self) -> str:
         """Name of the dtype in which matrix products run, as the peak tables name it."""
         if self.autocast_dtype is None and self.fsdp2.param_dtype == "bfloat16":

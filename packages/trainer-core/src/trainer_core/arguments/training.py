@@ -158,6 +158,11 @@ class DataParallelArguments(TrainingArguments):
         """
         return ParallelLayout.parse(self.mesh, world_size) if self.mesh else None
 
+    @property
+    def asks_to_shard(self) -> bool:
+        """Whether settings are for the transform of `shard`, which then looks at them on any ranks."""
+        return False
+
     def replication(self) -> ModelTransform | None:
         """What sums gradients over `dp` as these arguments say, where no transform is given; None: nothing is
         said."""

@@ -116,16 +116,18 @@ def transforms_for(
     """
     transforms = list(given)
     used = {transform.axis for transform in given}
+    own = args if isinstance(args, DataParallelArguments) else None
     for axis in ("pipeline", "expert", "tensor", "context", "shard"):
         # Ranks that share out sequences share out the weights, too: so their gradients are added up.
         needed = layout.shards_weights if axis == "shard" else getattr(layout, axis) > 1
+        if axis == "shard" and own is not None and own.asks_to_shard:
+            needed = True
         if needed and axis not in used:
             transforms.append(_installed(args, axis, layout))
     if layout.replicate > 1 and not used & {"replicate"} and not layout.shards_weights:
         from .transforms import ReplicateGradients
 
-        settings = args.replication() if isinstance(args, DataParallelArguments) else None
-        transforms.append(settings or ReplicateGradients())
+        transforms.append((own and own.replication()) or ReplicateGradients())
     return in_order(transforms)
 
 
