@@ -74,8 +74,9 @@ def train(args: PretrainArguments) -> int:
     """
     started = time.perf_counter()
     refuse_if_in_use(str(args.run_path))
-    without = args.use_cpu or args.device == "cpu"
-    env = DistributedEnvironment(always=args.asks_to_shard, no_accelerator=without)
+    # A single process needs a group where it is to do as if it sharded weights.
+    always = args.transform_for("shard") is not None
+    env = DistributedEnvironment(always=always, no_accelerator=args.use_cpu or args.device == "cpu")
     check_processes(args.trainer, args.mesh, env.world_size)
     with ExitStack() as connected:
         is_restart, told = False, args

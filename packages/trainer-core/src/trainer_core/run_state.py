@@ -170,7 +170,8 @@ class RunProgress:
         """Let the epoch have begun as many steps ago as its examples would have made of the size of now."""
         if isinstance(samples_before, int) and samples_before != self._samples_per_step:
             done = self._state.global_step - self._state.epoch_start_step
-            own = done * samples_before / self._samples_per_step
+            # Rounded, so that whole steps come to a whole number after several such resumes, too.
+            own = round(done * samples_before / self._samples_per_step, 6)
             self._state.epoch_start_step = self._state.global_step - own
 
     def settle(self, schedule: ScheduleState | None, *, fresh_optimizer: bool) -> None:

@@ -117,8 +117,10 @@ class DDPTrainingArguments(DataParallelArguments):
         """
         check_beside(self, self)
 
-    def replication(self) -> ModelTransform:
-        """What a Trainer with these settings does with `dp`."""
+    def transform_for(self, axis: str) -> ModelTransform | None:
+        """What replicates as these settings say."""
+        if axis != "replicate":
+            return super().transform_for(axis)
         from .replicate import Replicate  # which needs this module
 
         return Replicate()

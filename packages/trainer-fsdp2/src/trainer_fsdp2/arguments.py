@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from dist_env import ParallelLayout, get_logger
 from trainer_core import ConfigurationError, DataParallelArguments, TrainingArguments
+
+if TYPE_CHECKING:
+    from trainer_core import ModelTransform
 
 logger = get_logger(__name__)
 
@@ -109,10 +112,13 @@ class FSDP2TrainingArguments(DataParallelArguments):
         plain = replace(self, fsdp2=replace(self.fsdp2, fp8_all_gather=False))
         return super(FSDP2TrainingArguments, plain).for_planning(batch_size)
 
-    @property
-    def asks_to_shard(self) -> bool:
-        """Whether a setting of `fsdp2` is not the default."""
-        return self.fsdp2 != FSDP2Arguments() or super().asks_to_shard
+    def transform_for(self, axis: str) -> ModelTransform | None:
+        """What shards as `fsdp2` says, if any of it is not the default."""
+        if axis != "shard" or self.fsdp2 == FSDP2Arguments():
+            return super().transform_for(axis)
+        from .full_sharding import FullyShard  # which needs this module
+
+        return FullyShard.from_args(self)
 
     @property
     def matmul_dtype(self) -> str:

@@ -158,14 +158,15 @@ class DataParallelArguments(TrainingArguments):
         """
         return ParallelLayout.parse(self.mesh, world_size) if self.mesh else None
 
-    @property
-    def asks_to_shard(self) -> bool:
-        """Whether settings are for the transform of `shard`, which then looks at them on any ranks."""
-        return False
+    def transform_for(self, axis: str) -> ModelTransform | None:
+        """What heeds settings of these arguments for a dimension, where the trainer was given nothing for it.
 
-    def replication(self) -> ModelTransform | None:
-        """What sums gradients over `dp` as these arguments say, where no transform is given; None: nothing is
-        said."""
+        Args:
+            axis: Name of the dimension, as `ModelTransform.axis`.
+
+        Returns:
+            The transform; None if the arguments say nothing of that dimension.
+        """
         return None
 
     @property

@@ -116,18 +116,20 @@ def transforms_for(
     """
     transforms = list(given)
     used = {transform.axis for transform in given}
-    own = args if isinstance(args, DataParallelArguments) else None
+    by_args = args.transform_for if isinstance(args, DataParallelArguments) else lambda axis: None
     for axis in ("pipeline", "expert", "tensor", "context", "shard"):
         # Ranks that share out sequences share out the weights, too: so their gradients are added up.
         needed = layout.shards_weights if axis == "shard" else getattr(layout, axis) > 1
-        if axis == "shard" and own is not None and own.asks_to_shard:
-            needed = True
-        if needed and axis not in used:
+        if axis in used:
+            continue
+        if (own := by_args(axis)) is not None:  # on any ranks: it knows what its settings need
+            transforms.append(own)
+        elif needed:
             transforms.append(_installed(args, axis, layout))
     if layout.replicate > 1 and not used & {"replicate"} and not layout.shards_weights:
         from .transforms import ReplicateGradients
 
-        transforms.append((own and own.replication()) or ReplicateGradients())
+        transforms.append(by_args("replicate") or ReplicateGradients())
     return in_order(transforms)
 
 

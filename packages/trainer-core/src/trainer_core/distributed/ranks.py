@@ -98,7 +98,7 @@ class Ranks:
                 raise ConfigurationError(
                     "world_size",
                     self.env.world_size,
-                    f"needs a process group of that size. {error}",
+                    "needs a process group of that size",
                     "open a dist_env.DistributedEnvironment first and pass it as distributed_env",
                 ) from error
             if self.several and not is_alone(self.env):
