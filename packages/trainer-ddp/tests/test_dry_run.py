@@ -108,8 +108,9 @@ def test_a_plain_trainer_replicates_as_its_arguments_say(
 
     found = of(mesh, diloco=outer)
     assert (found.ddp, found.diloco) == (options, outer)
-    with pytest.raises(ConfigurationError, match=r"ddp\.bucket_cap_mb=3 needs a whole model"):
-        of("dp=2,tp=2")
+    for other in ("dp=2,tp=2", "tp=4"):
+        with pytest.raises(ConfigurationError, match=r"ddp\.bucket_cap_mb=3 needs a whole model"):
+            of(other)
 
 
 def test_what_a_transform_was_given_goes_first(tmp_path: Path) -> None:

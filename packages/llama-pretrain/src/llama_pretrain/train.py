@@ -75,7 +75,7 @@ def train(args: PretrainArguments) -> int:
     started = time.perf_counter()
     refuse_if_in_use(str(args.run_path))
     # A single process needs a group where it is to do as if it sharded weights.
-    always = args.transform_for("shard") is not None
+    always = args.transform_for("shard", needed=False) is not None
     env = DistributedEnvironment(always=always, no_accelerator=args.use_cpu or args.device == "cpu")
     check_processes(args.trainer, args.mesh, env.world_size)
     with ExitStack() as connected:

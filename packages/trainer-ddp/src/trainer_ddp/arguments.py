@@ -117,10 +117,12 @@ class DDPTrainingArguments(DataParallelArguments):
         """
         check_beside(self, self)
 
-    def transform_for(self, axis: str) -> ModelTransform | None:
+    def transform_for(self, axis: str, *, needed: bool) -> ModelTransform | None:
         """What replicates as these settings say."""
-        if axis != "replicate":
-            return super().transform_for(axis)
+        says = self.ddp, self.compression, self.post_local_sgd, self.diloco
+        usual = DDPArguments(), CompressionArguments(), PostLocalSGDArguments(), DiLoCoArguments()
+        if axis != "replicate" or not (needed or says != usual):
+            return super().transform_for(axis, needed=needed)
         from .replicate import Replicate  # which needs this module
 
         return Replicate()

@@ -112,10 +112,10 @@ class FSDP2TrainingArguments(DataParallelArguments):
         plain = replace(self, fsdp2=replace(self.fsdp2, fp8_all_gather=False))
         return super(FSDP2TrainingArguments, plain).for_planning(batch_size)
 
-    def transform_for(self, axis: str) -> ModelTransform | None:
-        """What shards as `fsdp2` says, if any of it is not the default."""
-        if axis != "shard" or self.fsdp2 == FSDP2Arguments():
-            return super().transform_for(axis)
+    def transform_for(self, axis: str, *, needed: bool) -> ModelTransform | None:
+        """What shards as `fsdp2` says."""
+        if axis != "shard" or not (needed or self.fsdp2 != FSDP2Arguments()):
+            return super().transform_for(axis, needed=needed)
         from .full_sharding import FullyShard  # which needs this module
 
         return FullyShard.from_args(self)

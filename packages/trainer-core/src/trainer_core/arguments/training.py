@@ -158,11 +158,13 @@ class DataParallelArguments(TrainingArguments):
         """
         return ParallelLayout.parse(self.mesh, world_size) if self.mesh else None
 
-    def transform_for(self, axis: str) -> ModelTransform | None:
+    def transform_for(self, axis: str, *, needed: bool) -> ModelTransform | None:
         """What heeds settings of these arguments for a dimension, where the trainer was given nothing for it.
 
         Args:
             axis: Name of the dimension, as `ModelTransform.axis`.
+            needed: Whether something has to be done for it. Otherwise settings that are not the defaults are
+                heeded, and what heeds them refuses those without effect.
 
         Returns:
             The transform; None if the arguments say nothing of that dimension.

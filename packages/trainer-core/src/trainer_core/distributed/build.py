@@ -116,24 +116,25 @@ def transforms_for(
     """
     transforms = list(given)
     used = {transform.axis for transform in given}
-    by_args = args.transform_for if isinstance(args, DataParallelArguments) else lambda axis: None
-    for axis in ("pipeline", "expert", "tensor", "context", "shard"):
-        # Ranks that share out sequences share out the weights, too: so their gradients are added up.
-        needed = layout.shards_weights if axis == "shard" else getattr(layout, axis) > 1
+    # Ranks that share out sequences share out the weights, too: so their gradients are added up.
+    needs = {axis: getattr(layout, axis) > 1 for axis in ("pipeline", "expert", "tensor", "context")}
+    needs["shard"] = layout.shards_weights
+    needs["replicate"] = layout.replicate > 1 and not layout.shards_weights
+    for axis, needed in needs.items():
         if axis in used:
             continue
-        if (own := by_args(axis)) is not None:  # on any ranks: it knows what its settings need
+        if isinstance(args, DataParallelArguments) and (own := args.transform_for(axis, needed=needed)):
             transforms.append(own)
         elif needed:
             transforms.append(_installed(args, axis, layout))
-    if layout.replicate > 1 and not used & {"replicate"} and not layout.shards_weights:
-        from .transforms import ReplicateGradients
-
-        transforms.append(by_args("replicate") or ReplicateGradients())
     return in_order(transforms)
 
 
 def _installed(args: TrainingArguments, axis: str, layout: ParallelLayout) -> ModelTransform:
+    if axis == "replicate":
+        from .transforms import ReplicateGradients
+
+        return ReplicateGradients()
     for entry in entry_points(group=GROUP, name=axis):
         transform: ModelTransform = entry.load()(args)
         return transform
