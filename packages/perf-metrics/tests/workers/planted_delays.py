@@ -17,8 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.profiler import profile, record_function, schedule, supported_activities
 
 SIZE, BATCH, LAYERS = 128, 16, 4
-DELAY = 0.1 if sys.argv[2] == "2" else 0.4
-"""Seconds; on a busy machine each step of more ranks than cores takes long by itself."""
+DELAY = 0.4
+"""Seconds; on a busy machine each step takes long by itself."""
 STEPS = 4
 SLOW_LINK = 40
 """How many times a slow link carries what is sent once."""
