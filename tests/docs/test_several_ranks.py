@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 Run = Callable[..., list["subprocess.CompletedProcess[str]"]]
 REPORT = """
 logged = [round(entry["loss"], 5) for entry in trainer.state.log_history if "loss" in entry]
@@ -26,19 +23,6 @@ def short_form(page: str) -> str:
     text = (GUIDES / page).read_text()
     found: list[str] = re.findall(r"```\{\.python notest\}\n(.*?)```", text, re.DOTALL)
     return found[0]
-
-
-def under_torchrun(script: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script on two ranks that torchrun starts, outside of any job that this process may belong to."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *TORCHRUN, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=variables | {"OMP_NUM_THREADS": "1"},
-    )
 
 
 def losses(done: Sequence[subprocess.CompletedProcess[str]]) -> set[str]:
@@ -72,7 +56,7 @@ def test_a_script_of_ten_lines_says_nothing_of_the_ranks(
     assert sum(bool(line) for line in short.splitlines()) == 10
     script = tmp_path / "train.py"
     script.write_text(short)
-    done = [under_torchrun(script)] if page == "data-parallel.md" else run(str(script), ranks=2)
+    done = run(str(script), ranks=2)
     told = "".join(each.stderr for each in done)
     assert all(each.returncode == 0 for each in done), told
     assert "".join(each.stdout for each in done).count("step 2") == 2

@@ -195,7 +195,8 @@ def without_torchrun(place: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("with_torchrun", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("with_torchrun", [True, False])
 def test_before_the_time_is_up_the_run_is_saved_and_put_back(job: Job, with_torchrun: bool) -> None:
     script = str(SCRIPT) if with_torchrun else without_torchrun(job.place)
     process = job.start(script, *options(100_000))

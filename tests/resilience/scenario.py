@@ -26,7 +26,7 @@ from resilience.documents import Passes, count_passes
 from resilience.episode import Result, Run
 from resilience.history import History
 from resilience.job import Job
-from resilience.layouts import PIPELINE_2X2, SINGLE
+from resilience.layouts import PIPELINE_2X2, SINGLE, Layout
 from resilience.plan import make_plan
 from resilience.workload import Workload
 
@@ -56,13 +56,14 @@ class Outcome:
         return max(self.deviations.values()) <= EXACT and not self.other_steps and self.passes.whole >= 2
 
 
-def run_scenario(episodes: int, seed: int, folder: Path) -> Outcome:
+def run_scenario(episodes: int, seed: int, folder: Path, last: Layout = PIPELINE_2X2) -> Outcome:
     """Carry out a scenario, and print a line for each episode.
 
     Args:
         episodes: How many starts a fault ends.
         seed: Of the plan.
         folder: A new directory for everything.
+        last: How the start is trained that nothing disturbs.
 
     Raises:
         ValueError: If something went wrong in an episode.
@@ -80,7 +81,7 @@ def run_scenario(episodes: int, seed: int, folder: Path) -> Outcome:
         for plan in make_plan(episodes, seed):
             results.append(run.suffer(plan))
             _print(results[-1])
-        results.append(run.finish(PIPELINE_2X2))
+        results.append(run.finish(last))
         _print(results[-1])
         deviations = largest_deviations(run.output, folder / "undisturbed", work.steps)
     words = work.words_of_an_epoch()

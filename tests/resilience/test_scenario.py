@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from resilience.faults import FAULTS
-from resilience.layouts import LAYOUTS
+from resilience.layouts import FSDP2_2, LAYOUTS
 from resilience.plan import make_plan
 from resilience.scenario import Outcome, print_outcome, run_scenario
 
@@ -15,7 +15,7 @@ EPISODES = len(FAULTS)
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_scenario(EPISODES, SEED, tmp_path_factory.mktemp("resilience") / "scenario")
+    return run_scenario(EPISODES, SEED, tmp_path_factory.mktemp("resilience") / "scenario", FSDP2_2)
 
 
 def test_the_curve_is_that_of_the_undisturbed_run(outcome: Outcome) -> None:

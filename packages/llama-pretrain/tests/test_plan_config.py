@@ -231,6 +231,7 @@ def test_each_rank_of_a_pipeline_is_planned(
     assert figures["instead"] is None
 
 
+@pytest.mark.full
 def test_a_pipeline_that_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["--config", "tiny-pipeline", "--gpu-memory", "1.08"]
     assert main(["plan", *layout, "--sequence-length", "1024"]) == 0

@@ -124,6 +124,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, write_inputs: Callable[[Path]
     return work
 
 
+@pytest.mark.full
 def test_one_curve_from_one_process_over_two_and_back(
     work: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ports import free_port
@@ -57,10 +58,6 @@ class Run:
             return []
         return [entry["global_step"] for entry in json.loads(log.read_text()) if "loss" in entry]
 
-    def curve(self) -> list[tuple[int, float, float]]:
-        entries = json.loads((self.path / "trainer_logs.json").read_text())
-        return [(each["global_step"], each["loss"], each["grad_norm"]) for each in entries if "loss" in each]
-
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not condition():
@@ -93,20 +90,30 @@ class Run:
         return self.process.wait(LIMIT_S)
 
 
+def curve_of(run: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of each entry of a run."""
+    entries = json.loads((run / "trainer_logs.json").read_text())
+    return [(each["global_step"], each["loss"], each["grad_norm"]) for each in entries if "loss" in each]
+
+
 def finished(work: Path, output: str) -> list[tuple[int, float, float]]:
     """The curve of a run that nothing disturbs."""
     run = Run(work, output, "--mesh", "dp=2")
     assert run.ends() == 0, run.said()
-    return run.curve()
+    return curve_of(run.path)
 
 
-def test_a_killed_rank_costs_one_step_at_most_and_leaves_the_curve_as_it_is(work: Path) -> None:
-    curve = finished(work, "undisturbed")
+def test_a_killed_rank_costs_one_step_at_most_and_leaves_the_curve_as_it_is(
+    work: Path, start: Callable[..., list[Any]]
+) -> None:
+    words = small_run_words(work, "undisturbed", "--mesh", "dp=2", steps=STEPS)
+    assert [rank.finish()[0] for rank in start(["-m", "llama_pretrain", *words], 2)] == [0, 0]
+    curve = curve_of(work / "undisturbed")
     run = Run(work, "run", "--mesh", "dp=2", "--max-restarts", "2", "--memory-save-steps", "1")
     run.wait_for_step(5)
     os.kill(run.rank(1), signal.SIGKILL)
     assert run.ends() == 0, run.said()
-    assert run.curve() == curve
+    assert curve_of(run.path) == curve
     said = run.said()
     assert "rank 1 was ended by SIGKILL. Restart 1 of 2 begins." in said
     line = re.search(r"restart 1 of 2: continues at step (\d+) from checkpoint-\1 in memory; (.*)\.", said)
@@ -184,7 +191,7 @@ def test_without_memory_it_continues_from_storage_and_a_fresh_start_begins_once(
     os.kill(run.rank(1), signal.SIGKILL)
     assert run.ends() == 0, run.said()
     assert f"in {run.path}; " in run.said()
-    assert run.curve() == curve
+    assert curve_of(run.path) == curve
     assert len(list(run.path.glob("previous-*"))) == 1
 
 
@@ -210,7 +217,7 @@ def test_torchrun_starts_them_again(work: Path, fresh: tuple[str, ...]) -> None:
     run.wait_for_step(5)
     os.kill(run.rank(0), signal.SIGKILL)
     assert run.ends() == 0, run.said()
-    assert run.curve() == curve
+    assert curve_of(run.path) == curve
     assert re.search(r"resumed from /dev/shm/checkpoint-core-\S+/checkpoint-\d+ at step", run.said())
     assert run.memory() == []
     assert len(json.loads((run.path / "sessions.json").read_text())) == 2

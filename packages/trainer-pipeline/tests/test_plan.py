@@ -59,7 +59,10 @@ def planned(worker: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return make
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] if name == "1f1b, accumulated" else []) for name in NAMES],
+)
 def test_peak_is_that_of_the_allocator(
     name: str, worker: ModuleType, world: Callable[..., Any], planned: Callable[[str], PipelinePlan]
 ) -> None:

@@ -94,6 +94,7 @@ LEFT = {
         "uneven, 1f1b",
         "trained, pp=2,dp=2",
         "trained, pp=2,shard=2",
+        "allocated, 1f1b, accumulated",
     },
     "failing": {"4, evaluating", "4, generating"},
     "hf": {
