@@ -38,8 +38,10 @@ def run_in_fresh_environment(words: str, place: Path) -> Path:
     tools = place / "tools"
     tools.mkdir()
     (tools / "uv").symlink_to(uv)
-    # What a session of nox says of its own environment would go before the new one.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "UV_PYTHON"))}
+    # What a session of nox says of its own environment would go before the new one, and so would what
+    # `python -m uv` says of the Python that it was started with.
+    foreign = ("PYTHON", "UV_PYTHON", "UV_INTERNAL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     env = kept | {
         "REPOSITORY": ROOT.as_uri(),
         "VIRTUAL_ENV": str(home),
