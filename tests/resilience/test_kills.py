@@ -10,7 +10,7 @@ from resilience.kills import PROMISED, kill
 from resilience.workload import Workload
 
 SLOW_MACHINE_S = 120.0
-"""A launcher that imports torch looks at its ranks when it has: among other tests that takes half a minute."""
+"""A launcher looks at its ranks when it has imported torch: among other tests that takes half a minute."""
 
 
 @pytest.mark.parametrize("target", ["launcher", pytest.param("rank in start-up", marks=pytest.mark.full)])
