@@ -21,7 +21,7 @@ from llama_pretrain.cli import main
 from perf_metrics import read_goodput
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses memory of Linux")
-LIMIT_S = 240
+LIMIT_S = 600
 STEPS = 36
 TORCHRUN = ("-m", "torch.distributed.run")
 
